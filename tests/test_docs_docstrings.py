@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import inspect
 import re
@@ -15,6 +16,8 @@ import cnr_backends
 import cnr_codecs
 import cnr_store
 import cnr_store.dcp
+from tests.paths import ROOT
+from tests.source_tree import modules
 
 
 def classes(package: ModuleType) -> list[type]:
@@ -124,3 +127,33 @@ def test_a_class_tells_how_it_is_made_or_what_it_holds(name: str) -> None:
     elif made:  # users get it from a function
         assert held, "neither how it is made nor what it holds"
         assert [each for each in fields(of) if each not in held] == [], "held, and not told of"
+
+
+def test_only_public_names_have_sections() -> None:
+    """Inside, a docstring is prose, and a field of a class has its comment beside it."""
+    public = {
+        (each.__module__, each.__qualname__)
+        for package in PACKAGES
+        for name in package.__all__
+        if inspect.isfunction(found := getattr(package, name)) or inspect.isclass(found)
+        for each in (found.__mro__ if inspect.isclass(found) else [found])
+    }
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)", _pages(), re.MULTILINE)}
+    found = [
+        f"{name}.{node.name}"
+        for name, path in modules().items()
+        if not name.startswith(("cnr_store.cli.", "cnr_store.integrations."))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        if (name, node.name) not in public and node.name not in shown
+        for each in ast.walk(node)
+        if isinstance(each, ast.ClassDef | ast.FunctionDef)
+        if re.search(
+            r"^(Parameters|Attributes|Returns|Raises)\n---", ast.get_docstring(each) or "", re.MULTILINE
+        )
+    ]
+    assert found == []
+
+
+def _pages() -> str:
+    return "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))

@@ -50,15 +50,9 @@ class Catalog:
 
     Records and manifests never change, so they are kept once read.
 
-    Parameters
-    ----------
-    backend
-        Where the store is.
+    `backend`: where the store is.
 
-    Attributes
-    ----------
-    shared
-        Where several ranks read together, what they share of the store's metadata; else None.
+    `shared`: where several ranks read together, what they share of the store's metadata; else None.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -83,13 +77,7 @@ class Catalog:
             )
 
     def check_format(self) -> bool:
-        """Whether the backend holds a store; False if it holds nothing.
-
-        Raises
-        ------
-        FormatError
-            It holds something else, or a newer format.
-        """
+        """Whether the backend holds a store; False if it holds nothing."""
         backend = self.backend
         try:
             doc = loads(backend.get(layout.ROOT_KEY), f"{backend.url}/{layout.ROOT_KEY}")
@@ -199,13 +187,7 @@ class Catalog:
 
     @contextmanager
     def reading(self, record: Record) -> Iterator[None]:
-        """A context for reads of a version: an object that is lost may belong to a version removed meanwhile.
-
-        Raises
-        ------
-        VersionNotFoundError
-            In place of a `CorruptionError`, if the version does not exist any more.
-        """
+        """A context for reads of a version: an object that is lost may belong to a version removed meanwhile."""
         try:
             yield
         except CorruptionError as error:
@@ -249,17 +231,7 @@ class Catalog:
     def find(self, version: Version = "latest") -> Record:
         """The record of a version.
 
-        Parameters
-        ----------
-        version
-            An id, a `VersionInfo`, a step (which means the newest version of that step), a tag or ``latest``.
-
-        Raises
-        ------
-        EmptyStoreError
-            Nothing was ever committed.
-        VersionNotFoundError
-            No committed version fits.
+        `version`: an id, a `VersionInfo`, a step (which means the newest version of that step), a tag or ``latest``.
         """
         version = self.resolve(version)
         if isinstance(version, str) and layout.VersionId.parse(version):
@@ -287,13 +259,7 @@ class Catalog:
         )
 
     def manifest(self, record: Record) -> Manifest:
-        """The manifest that a record's digest names, of arrays by their plain paths.
-
-        Raises
-        ------
-        CorruptionError
-            It is lost, altered or another one.
-        """
+        """The manifest that a record's digest names, of arrays by their plain paths."""
         with suppress(KeyError):
             return self._manifests[record.prefix, record.id]
         data = self.proven(record, "manifest", record.manifest_sha256)
@@ -303,13 +269,7 @@ class Catalog:
         return manifest
 
     def state(self, record: Record) -> Any:
-        """The state document of a version, as tagged JSON.
-
-        Raises
-        ------
-        CorruptionError, VersionNotFoundError
-            It is lost, altered or another one; the version was removed meanwhile.
-        """
+        """The state document of a version, as tagged JSON."""
         with self.reading(record):
             data = self.proven(record, "state/main.json", record.state_sha256)
         state = loads(data, f"state of version {record.id}")
@@ -335,10 +295,7 @@ def open_record(url: Url, version: Version, /, **storage_options: Any) -> tuple[
 def count_parts(state: Any) -> int:
     """By how many ranks a version was saved; 0 if by one process, which keeps all of its state in one place.
 
-    Parameters
-    ----------
-    state
-        From `Catalog.state`, which has proven the digests of the parts.
+    `state`: from `Catalog.state`, which has proven the digests of the parts.
     """
     return len(state["ranks"]) if isinstance(state, dict) and "ranks" in state else 0
 
@@ -346,15 +303,7 @@ def count_parts(state: Any) -> int:
 def read_state_part(catalog: Catalog, record: Record, state: Any, rank: int) -> Any:
     """What one rank alone has of the state, as tagged JSON.
 
-    Parameters
-    ----------
-    state
-        From `Catalog.state`.
-
-    Raises
-    ------
-    CorruptionError, VersionNotFoundError
-        It is lost, altered or another one; the version was removed meanwhile.
+    `state`: from `Catalog.state`.
     """
     with catalog.reading(record):
         data = catalog.proven(record, layout.state_part(rank), state["ranks"][rank])

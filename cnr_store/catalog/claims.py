@@ -49,29 +49,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class ClaimRecord:
-    """What a claim's object says.
-
-    Attributes
-    ----------
-    base
-        The version that its writer started from, None if it started anew.
-    time
-        When it was made, in seconds since 1970.
-    host, pid
-        Who made it. None in claims of older releases.
-    ends
-        The number of the claim that it ends, if it does nothing else.
-    closed
-        Whether its writer said that it is done.
-    """
+    """What a claim's object says."""
 
     id: ClaimId
-    base: VersionText | None
-    time: Time
-    host: str | None = None
+    base: VersionText | None  # the version that its writer started from, None if it started anew
+    time: Time  # when it was made, in seconds since 1970
+    host: str | None = None  # host, pid: who made it. None in claims of older releases.
     pid: Natural | None = None
-    ends: Natural | None = None
-    closed: bool = False
+    ends: Natural | None = None  # the number of the claim that it ends, if it does nothing else
+    closed: bool = False  # whether its writer said that it is done
 
     @property
     def is_over(self) -> bool:
@@ -128,13 +114,7 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
 
 
 def end_run(backend: Backend, newest: ClaimRecord) -> None:
-    """Make a claim that only ends the newest one: its writer can't commit any more, and it holds nothing.
-
-    Raises
-    ------
-    SupersededError
-        Another writer has claimed the store meanwhile.
-    """
+    """Make a claim that only ends the newest one: its writer can't commit any more, and it holds nothing."""
     ended = newest.id.generation
     if not create_claim(backend, ClaimId(ended + 1, secrets.token_hex(4)), None, ends=ended):
         raise SupersededError(
@@ -166,15 +146,7 @@ def close(backend: Backend, claim: ClaimId) -> None:
 
 
 def check_no_live_writer(backend: Backend) -> None:
-    """Refuse to write beside a job that is or may be live.
-
-    Raises
-    ------
-    SupersededError
-        The newest claim is neither closed nor ended.
-    CorruptionError
-        It can't be read.
-    """
+    """Refuse to write beside a job that is or may be live."""
     newest = newest_claim(backend)
     if newest is not None and not newest.is_over:
         raise SupersededError(
@@ -211,13 +183,7 @@ def list_claims(backend: Backend) -> list[str]:
 
 
 def newest_claim(backend: Backend) -> ClaimRecord | None:
-    """The newest claim, None if nobody ever wrote.
-
-    Raises
-    ------
-    CorruptionError
-        It can't be read, so nobody knows what its writer depends on.
-    """
+    """The newest claim, None if nobody ever wrote."""
     names = backend.list_names(layout.WRITERS)
     claims = _claim_names(names)
     if not claims:

@@ -46,27 +46,15 @@ _last_seen: dict[str, Seen] = {}
 
 @dataclass(frozen=True)
 class Seen:
-    """What of a store a writer has seen, and so may continue or take over.
+    """What of a store a writer has seen, and so may continue or take over."""
 
-    Attributes
-    ----------
-    number
-        The greatest number under ``writers/`` and ``versions/``.
-    claim
-        The claim that had this number; "" if that is unknown.
-    version
-        The greatest committed version, "" if there was none.
-    removable
-        The greatest version of other writers that its retention may remove: that seen at its load, "" before.
-    store
-        Which store it was (`claims.store_id`): numbers of one that was removed tell nothing of one made in its place.
-    """
-
-    number: int = 0
-    version: str = ""
+    number: int = 0  # the greatest number under ``writers/`` and ``versions/``
+    version: str = ""  # the greatest committed version, "" if there was none
+    # The greatest version of other writers that its retention may remove: that seen at its load, "" before
     removable: str = ""
+    # Which store it was (`claims.store_id`): numbers of one that was removed tell nothing of one made in its place
     store: str = ""
-    claim: str = ""
+    claim: str = ""  # the claim that had this number; "" if that is unknown
 
     def including(self, version: str) -> Seen:
         """With a version that was loaded or committed: whoever claimed before its writer can't commit any more."""
@@ -113,19 +101,8 @@ def first_claim(backend: Backend, seen: Seen, base: str | None, token: str, *, o
     Without one a run begins anew, which is logged where others were before it. Claims of this process count as
     seen, and so does one that only ends a run that was seen.
 
-    Parameters
-    ----------
-    token
-        The same when a claim of unknown outcome is tried again: if it was made, it is this one.
-    of_run
-        False for one version alone, such as an import.
-
-    Raises
-    ------
-    SupersededError
-        Another writer has claimed the store, or committed, since it was seen. Nothing was made.
-    SaveError
-        No number is left.
+    `token`: the same when a claim of unknown outcome is tried again: if it was made, it is this one.
+    `of_run`: False for one version alone, such as an import.
     """
     tried = -1
     _refuse_another_store(backend, seen.store)
@@ -147,17 +124,7 @@ def first_claim(backend: Backend, seen: Seen, base: str | None, token: str, *, o
 def renewed_claim(backend: Backend, own: ClaimId, base: str | None, token: str, store: str) -> Claim:
     """Give `own` up for the next number. See `first_claim` for the other parameters.
 
-    Parameters
-    ----------
-    store
-        The store that `own` was made in (`Seen.store`).
-
-    Raises
-    ------
-    SupersededError
-        Another writer has claimed the store since `own`, or it is another store.
-    SaveError
-        No number is left.
+    `store`: the store that `own` was made in (`Seen.store`).
     """
     claim = ClaimId(own.generation + 1, token)
     name = layout.claim_name(claim.generation)
@@ -202,17 +169,7 @@ def _open_run(backend: Backend) -> str:
 def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None:
     """Stop a writer that is no longer the newest, or whose save depends on what was removed.
 
-    Parameters
-    ----------
-    needs
-        Versions that the save can't be read without.
-
-    Raises
-    ------
-    SupersededError
-        Naming both claims.
-    BaseLostError
-        Naming what is gone, or about to go.
+    `needs`: versions that the save can't be read without.
     """
     names = list_claims(backend)
     _refuse_newer(backend, names, own.id)
@@ -252,13 +209,7 @@ def find_lost(backend: Backend, needs: Sequence[str]) -> list[str]:
 
 
 def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
-    """The greatest number that counts as seen. A claim with `token` is left out: it is the one that is being made.
-
-    Raises
-    ------
-    SupersededError
-        A claim, or a committed version, is newer and does not count.
-    """
+    """The greatest number that counts as seen. A claim with `token` is left out: it is the one that is being made."""
     catalog = Catalog(backend)
     names, ids = list_claims(backend), catalog.ids()
     _refuse_older_copy(backend, names, ids, seen)

@@ -39,19 +39,9 @@ def list_from_newest(
     they are read once more, the smallest first. If still none has a record, and no greater id has come, that version
     was the newest when the first of them was read.
 
-    Parameters
-    ----------
-    listed
-        Lists all ids, newest first.
-    is_committed
-        Whether there is a record.
-    url
-        Of the store, for the message.
-
-    Raises
-    ------
-    VersionNotFoundError
-        Versions come and go faster than they can be read.
+    `listed`: lists all ids, newest first.
+    `is_committed`: whether there is a record.
+    `url`: of the store, for the message.
     """
     ids = listed()
     for _ in range(_MAX_LISTINGS):
@@ -77,13 +67,7 @@ def has_object(backend: Backend, key: str) -> bool:
 
 
 def read_object(backend: Backend, key: str, what: str) -> bytes:
-    """A whole object that a committed version needs.
-
-    Raises
-    ------
-    CorruptionError
-        It is lost. A storage that does not answer raises its own error, since it may answer later.
-    """
+    """A whole object that a committed version needs."""
     try:
         return backend.get(key)
     except ObjectNotFoundError as error:
@@ -91,11 +75,8 @@ def read_object(backend: Backend, key: str, what: str) -> bytes:
 
 
 def prove_parts(record: Record, state: Any) -> None:
-    """Prove that a state names the parts of ranks, by their digests, if and only if its record says that it has some.
-
-    Raises
-    ------
-    CorruptionError
+    """Prove that a state names the parts of ranks, by their digests, if and only if its record says that it
+    has some.
     """
     what, has_parts = f"state of version {record.id}", layout.STATE_PARTS in record.requires
     if (isinstance(state, dict) and "ranks" in state) != has_parts:
@@ -112,23 +93,14 @@ def prove_parts(record: Record, state: Any) -> None:
 
 @dataclass
 class SharedObjects:
-    """Records, manifests and states that were read and proven.
+    """Records, manifests and states that were read and proven."""
 
-    Attributes
-    ----------
-    objects
-        By key.
-    """
-
-    objects: dict[str, bytes] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)  # by key
 
     def pack(self, record: Record, folded: Collection[str] | None) -> bytes:
         """What other ranks need of a version.
 
-        Parameters
-        ----------
-        folded
-            The versions that have folds, None if these were not listed.
+        `folded`: the versions that have folds, None if these were not listed.
         """
         versions = {record.id, *record.needs}
         chosen = {key: data for key, data in self.objects.items() if key.split("/")[1] in versions}

@@ -20,13 +20,7 @@ def encode_tag(name: str, version: str) -> bytes:
 
 
 def read_tag(backend: Backend, name: str) -> str | None:
-    """The id of the version that a tag names, None if there is no such tag.
-
-    Raises
-    ------
-    CorruptionError
-        The tag can't be read, was altered, or is another one's.
-    """
+    """The id of the version that a tag names, None if there is no such tag."""
     if not layout.is_tag(name):
         return None
     key = layout.tag_key(name)

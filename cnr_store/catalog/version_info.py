@@ -112,11 +112,6 @@ def find_figures(doc: Json) -> dict[str, float]:
     """The finite numbers of the metadata that stands in a record, by name.
 
     A number is one of Python or of numpy, or an array or a tensor that holds just one.
-
-    Raises
-    ------
-    FormatError
-        The metadata can't be decoded.
     """
     metadata = decode_metadata(doc)
     if not isinstance(metadata, dict):

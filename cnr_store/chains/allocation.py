@@ -15,15 +15,7 @@ Array = np.ndarray[Any, Any]
 def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> Array:
     """A new array, its values undefined.
 
-    Parameters
-    ----------
-    what
-        What is to be read into it, for the error.
-
-    Raises
-    ------
-    CorruptionError
-        There is not that much memory.
+    `what`: what is to be read into it, for the error.
     """
     try:
         return np.empty(shape, dtype)

@@ -18,10 +18,7 @@ Place = tuple[str, bool]
 class Ancestry:
     """The places that may hold rows of one array of a version, or older values of them. Thread-safe.
 
-    Attributes
-    ----------
-    damage
-        The first damage found; None as long as there is none.
+    `damage`: the first damage found; None as long as there is none.
     """
 
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:

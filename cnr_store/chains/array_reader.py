@@ -35,20 +35,12 @@ READ_WORKERS = 8
 class ArrayReader:
     """One array of rows at one version.
 
-    Parameters
-    ----------
-    payloads
-        Keeps payloads of the chain, but not of the whole link found first. For readers that ask for less than a chunk
-        of a delta at a time; None to keep nothing.
+    `payloads`: keeps payloads of the chain, but not of the whole link found first. For readers that ask for less than a
+    chunk of a delta at a time; None to keep nothing.
 
-    Attributes
-    ----------
-    shape
-        (rows, dim) or (rows,).
-    dtype, element
-        numpy type of the values; the payload's element type (``bfloat16`` values come as float32).
-    links
-        The chain, newest first; the last one is whole.
+    `shape`: (rows, dim) or (rows,).
+    `dtype`, `element`: numpy type of the values; the payload's element type (``bfloat16`` values come as float32).
+    `links`: the chain, newest first; the last one is whole.
     """
 
     def __init__(
@@ -70,29 +62,15 @@ class ArrayReader:
         self.columns = (*newest.shape, 1)[1]
 
     def new_rows(self, rows: int) -> Array:
-        """Memory for rows of the array, (rows, columns), its values undefined.
-
-        Raises
-        ------
-        CorruptionError
-            There is not that much memory.
-        """
+        """Memory for rows of the array, (rows, columns), its values undefined."""
         return allocate((rows, self.columns), self.dtype, f"version {self.version}, {self.path}")
 
     def read(self, first_row: int, out: Array) -> Array:
         """Fill `out`, (n, columns) in `dtype`, with rows first_row ... first_row + n - 1.
 
-        Returns
-        -------
-        (n,) bool: the rows that some delta of the chain wrote, which may differ from those of the whole link beneath.
-        All rows, if the chain was folded since this reader was made.
-
-        Raises
-        ------
-        CorruptionError
-            Naming version, array, rows and object. `out` is then undefined.
-        VersionNotFoundError
-            The version was removed meanwhile.
+        Returns: (n,) bool: the rows that some delta of the chain wrote, which may differ from those of the whole link
+        beneath.
+        all rows, if the chain was folded since this reader was made.
         """
         return self._reading(lambda links: self._read(links, first_row, out))
 
@@ -111,36 +89,16 @@ class ArrayReader:
         return ~whole if links is self._first_links else np.ones_like(whole)
 
     def read_rows(self, first_row: int, out: Array, need: Array) -> None:
-        """As `read`, but only the rows whose `need`, (n,) uint8, is not 0. It is all 0 afterwards.
-
-        Raises
-        ------
-        CorruptionError, VersionNotFoundError
-            As `read` does.
-        """
+        """As `read`, but only the rows whose `need`, (n,) uint8, is not 0. It is all 0 afterwards."""
         self._walk(first_row, need, lambda link, pending: link.fill(first_row, out, need, pending), out)
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
-        """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards.
-
-        Raises
-        ------
-        CorruptionError, VersionNotFoundError
-            As `read` does.
-        FormatError
-            A link's chunks split columns.
-        """
+        """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards."""
         taken = self._walk(first_row, need, lambda link, pending: link.take(first_row, need, pending))
         return [segment for segments in taken for segment in segments]
 
     def take_all(self, first_row: int, rows: int) -> tuple[list[Segment], Array]:
-        """The rows first_row ... first_row + rows - 1 as `take` returns them, and which of them `read` would return.
-
-        Raises
-        ------
-        CorruptionError, VersionNotFoundError, FormatError
-            As `take` does.
-        """
+        """The rows first_row ... first_row + rows - 1 as `take` returns them, and which of them `read` would return."""
         need, whole = np.ones(rows, np.uint8), np.zeros(rows, bool)
 
         def visit(link: Link, pending: Pending | None) -> list[Segment]:
@@ -259,12 +217,7 @@ class ArrayReader:
             yield first_row, min(rows_each, rows - first_row)
 
     def read_regions(self, transfer: Transfer) -> Iterator[tuple[int, Array]]:
-        """(first row, values) of regions that cover the array, ascending.
-
-        Raises
-        ------
-        CorruptionError, VersionNotFoundError
-        """
+        """(first row, values) of regions that cover the array, ascending."""
 
         def read(region: tuple[int, int]) -> tuple[int, Array]:
             first_row, rows = region
@@ -284,15 +237,7 @@ def region_rows(links: Iterable[Link], row_bytes: int) -> int:
 
 
 def chain(catalog: Catalog, record: Record, path: str) -> Iterator[Record]:
-    """The records whose objects hold an array's rows, newest first: versions, or the fold that ends the walk.
-
-    Raises
-    ------
-    VersionNotFoundError
-        The version has no array of rows of that path.
-    CorruptionError
-        A base is lost, or a fold is not the version's.
-    """
+    """The records whose objects hold an array's rows, newest first: versions, or the fold that ends the walk."""
     entry = record.arrays.get(path)
     if entry is None or entry.kind == "dense":
         raise VersionNotFoundError(f"version {record.id} has no array of rows {path}")

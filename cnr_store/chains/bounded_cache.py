@@ -17,12 +17,8 @@ V = TypeVar("V")
 class BoundedCache(Generic[K, V]):
     """The values used last. Thread-safe.
 
-    Parameters
-    ----------
-    most
-        What the values kept may cost together. A value that costs more is not kept at all.
-    cost
-        What a value costs, such as its bytes. By default each costs 1.
+    `most`: what the values kept may cost together. A value that costs more is not kept at all.
+    `cost`: what a value costs, such as its bytes. By default each costs 1.
     """
 
     def __init__(self, most: int, cost: Callable[[V], int] = lambda _: 1) -> None:
@@ -79,10 +75,7 @@ Place = tuple[str, int]
 class PayloadCache(BoundedCache[Place, Payload]):
     """The payloads used last. Thread-safe.
 
-    Parameters
-    ----------
-    max_bytes
-        What all of them may take. Larger ones are not kept at all.
+    `max_bytes`: what all of them may take. Larger ones are not kept at all.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -14,15 +14,7 @@ from cnr_store.format.record import Record
 
 
 def dense_layout(catalog: Catalog, record: Record, path: str) -> DenseGrid:
-    """Shape, cut and type of a dense array, proven against the record's entry and the manifest's objects.
-
-    Raises
-    ------
-    VersionNotFoundError
-        The version has no dense array of that path, or was removed meanwhile.
-    CorruptionError, FormatError
-        Its metadata, the manifest and the record contradict each other, or one of them is not sound.
-    """
+    """Shape, cut and type of a dense array, proven against the record's entry and the manifest's objects."""
     what = f"version {record.id}, {path}"
     entry = record.arrays.get(path)
     if entry is None or entry.kind != "dense":
@@ -50,13 +42,7 @@ def dense_layout(catalog: Catalog, record: Record, path: str) -> DenseGrid:
 
 
 def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str | None]:
-    """A dense array and torch's name of its type (None where the numpy type says it).
-
-    Raises
-    ------
-    VersionNotFoundError, CorruptionError, FormatError
-        As `dense_layout` and `dense_object` do.
-    """
+    """A dense array and torch's name of its type (None where the numpy type says it)."""
     grid = dense_layout(catalog, record, path)
     # The first chunk is read before memory is taken, so that a small object can't claim a large array.
     data = dense_object(catalog, record, path, grid, 0) if grid.chunks else b""
@@ -72,15 +58,7 @@ def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str 
 
 
 def dense_object(catalog: Catalog, record: Record, path: str, grid: DenseGrid, index: int) -> bytes:
-    """The object of a chunk of a `dense_layout`, values and crc32c, proven to be the one committed.
-
-    Raises
-    ------
-    CorruptionError
-        It is lost, cut, altered or another one.
-    VersionNotFoundError
-        The version was removed meanwhile.
-    """
+    """The object of a chunk of a `dense_layout`, values and crc32c, proven to be the one committed."""
     key = record.key(path, grid.key(index))
     what = f"version {record.id}, {path}: {key}"
     part = catalog.manifest(record).parts(path)[index]

@@ -23,16 +23,10 @@ class CompositionError(CorruptionError):
 class Link:
     """A version, or its fold, in the chain of an array of which it wrote no row.
 
-    Attributes
-    ----------
-    version, record, path, entry
-        Whose rows they are.
-    parts
-        The objects that hold them, `manifest.Part` by linear index of the shard.
-    most_rows
-        Rows that these have room for.
-    chunk_rows
-        Rows of a chunk.
+    `version`, `record`, `path`, `entry`: whose rows they are.
+    `parts`: the objects that hold them, `manifest.Part` by linear index of the shard.
+    `most_rows`: rows that these have room for.
+    `chunk_rows`: rows of a chunk.
     """
 
     most_rows = 0
@@ -46,47 +40,26 @@ class Link:
     def fill(self, first_row: int, out: Array, need: Array, pending: Pending | None = None) -> None:
         """Decode into `out` the rows that are needed and written here, and clear their `need`.
 
-        Parameters
-        ----------
-        out
-            (n, columns): rows first_row ... first_row + n - 1, in the array's dtype.
-        need
-            (n,) uint8, 1 where the row is still to be found; relative rows become `PENDING`, and stay until their codes
-            are found.
-        pending
-            Adds up the n rows that are relative. None where no row may be.
-
-        Raises
-        ------
-        CorruptionError
-            What is pending is then undefined.
+        `out`: (n, columns): rows first_row ... first_row + n - 1, in the array's dtype.
+        `need`: (n,) uint8, 1 where the row is still to be found; relative rows become `PENDING`, and stay until their
+        codes are found.
+        `pending`: adds up the n rows that are relative. None where no row may be.
         """
 
     def take(self, first_row: int, need: Array, pending: Pending | None = None) -> list[Segment]:
         """The rows that are needed and written here, as they are stored; clears their `need`.
 
-        Parameters
-        ----------
-        need, pending
-            As for `fill`.
+        `need`, `pending`: as for `fill`.
 
-        Returns
-        -------
-        Segments of a chunk of those n rows.
-
-        Raises
-        ------
-        FormatError
-            Chunks of this link are not as wide as the array.
+        Returns: Segments of a chunk of those n rows.
         """
         return []
 
     def fill_sound(self, first_row: int, out: Array, need: Array, pending: Pending | None = None) -> Array:
         """As `fill`, but passes over what is damaged or lost.
 
-        Returns
-        -------
-        (n,) bool: the rows needed that may be written here and can't be read; they stay needed. Just those that are
+        Returns: (n,) bool: the rows needed that may be written here and can't be read; they stay needed. Just those
+        that are
         written here where their payloads still prove which these are, else all rows of a chunk. What is pending of
         them is undefined.
         """
@@ -95,11 +68,5 @@ class Link:
     def take_sound(
         self, first_row: int, need: Array, pending: Pending | None = None
     ) -> tuple[list[Segment], Array]:
-        """As `take`, but passes over what is damaged or lost, and returns it as `fill_sound` does.
-
-        Raises
-        ------
-        FormatError
-            As `take` does.
-        """
+        """As `take`, but passes over what is damaged or lost, and returns it as `fill_sound` does."""
         return [], np.zeros(len(need), bool)

@@ -98,10 +98,7 @@ class SalvageReader:
 
     Rows that are not damaged are exact, as `ArrayReader` reads them.
 
-    Attributes
-    ----------
-    version, path, shape, dtype, element, columns
-        As of an `ArrayReader`.
+    `version`, `path`, `shape`, `dtype`, `element`, `columns`: as of an `ArrayReader`.
     """
 
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
@@ -147,15 +144,7 @@ class SalvageReader:
             yield first_row, min(rows_each, rows - first_row)
 
     def read(self, first_row: int, out: Array) -> Array:
-        """As `ArrayReader.read`. Where something is damaged, all rows count as written by a delta.
-
-        Raises
-        ------
-        CorruptionError
-            Rows are damaged or lost, and no older value of them can be read.
-        VersionNotFoundError
-            The version was removed meanwhile.
-        """
+        """As `ArrayReader.read`. Where something is damaged, all rows count as written by a delta."""
         if self._exact is not None:
             try:
                 return self._exact.read(first_row, out)
@@ -177,15 +166,7 @@ class SalvageReader:
         need[:] = 0
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
-        """As `ArrayReader.take`.
-
-        Raises
-        ------
-        CorruptionError, VersionNotFoundError
-            As `read` does.
-        FormatError
-            A link's chunks split columns.
-        """
+        """As `ArrayReader.take`."""
         wanted = need.copy()
         if self._exact is not None:
             try:

@@ -24,18 +24,11 @@ Distrusted = dict[Place, Mask]
 class Walk:
     """One walk over an array's links, newest first, until each row needed is found.
 
-    Parameters
-    ----------
-    visit, probe
-        What takes rows, and what does the same for proofs alone, so that nothing is kept of it.
+    `visit`, `probe`: what takes rows, and what does the same for proofs alone, so that nothing is kept of it.
 
-    Attributes
-    ----------
-    missing
-        (n,) bool: rows that no link can give.
-    is_trusted
-        Whether no row was composed that does not come out as it was written. Such rows were added to `distrusted`, and
-        must be looked for again.
+    `missing`: (n,) bool: rows that no link can give.
+    `is_trusted`: whether no row was composed that does not come out as it was written. Such rows were added to
+    `distrusted`, and must be looked for again.
     """
 
     def __init__(

@@ -25,10 +25,7 @@ _MAX_CODE, _UNKNOWN = 127, -128
 class SeenTable:
     """The codes of one table in one version, and of what a later version changed. Reads are thread-safe.
 
-    Attributes
-    ----------
-    version
-        Whose codes they are.
+    `version`: whose codes they are.
     """
 
     def __init__(self, version: str, entry: ArrayEntry, step: float) -> None:
@@ -73,18 +70,11 @@ class SeenTable:
     def compose(self, first_row: int, out: Array, pending: Pending, relative: Array) -> Array:
         """Write the values of pending rows whose parents are known here, if checksums prove them.
 
-        Parameters
-        ----------
-        first_row, out
-            Of the rows that are read.
-        pending
-            What they are relative to this version.
-        relative
-            bool (n,): which rows are pending.
+        `first_row`, `out`: of the rows that are read.
+        `pending`: what they are relative to this version.
+        `relative`: bool (n,): which rows are pending.
 
-        Returns
-        -------
-        bool (n,): the rows that are still to be read otherwise.
+        Returns: bool (n,): the rows that are still to be read otherwise.
         """
         rows = np.flatnonzero(relative)
         parents = self._codes[first_row + rows]

@@ -42,12 +42,8 @@ class Chunk(NamedTuple):
 class ShardReader:
     """The shards of one array under one record. Thread-safe; indexes are kept once read.
 
-    Attributes
-    ----------
-    grid
-        How the array is cut.
-    parts
-        The shards that were written, `manifest.Part` by linear index.
+    `grid`: how the array is cut.
+    `parts`: the shards that were written, `manifest.Part` by linear index.
     """
 
     def __init__(
@@ -82,15 +78,7 @@ class ShardReader:
         return _present(self._index(shard), chunks)
 
     def read(self, shard: int, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, memoryview]]:
-        """The bytes of the chunks that the shard holds, their checksums proven. Neighbours come with one request.
-
-        Raises
-        ------
-        CorruptionError
-            The shard is lost, cut, altered or another one.
-        cnr_backends.StorageError
-            The storage does not answer.
-        """
+        """The bytes of the chunks that the shard holds, their checksums proven. Neighbours come with one request."""
         index = self._index(shard)
         for run in _runs(index, _present(index, chunks)):
             start, last = int(index.offsets[run[0].slot]), run[-1].slot

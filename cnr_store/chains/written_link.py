@@ -41,14 +41,9 @@ from cnr_store.format.record import Record
 class WrittenLink(Link):
     """A link with rows.
 
-    Parameters
-    ----------
-    shards
-        What reads its objects.
-    unpacker
-        What undoes the codecs that follow the row codec.
-    payloads
-        Keeps what `fill` has proven for whoever reads the same chunk next; None to keep nothing.
+    `shards`: what reads its objects.
+    `unpacker`: what undoes the codecs that follow the row codec.
+    `payloads`: keeps what `fill` has proven for whoever reads the same chunk next; None to keep nothing.
     """
 
     def __init__(
@@ -306,15 +301,7 @@ class WrittenLink(Link):
 def open_link(catalog: Catalog, record: Record, path: str, payloads: PayloadCache | None = None) -> Link:
     """The link of an array of rows under a record, which may be a fold's.
 
-    Parameters
-    ----------
-    payloads
-        See `WrittenLink`.
-
-    Raises
-    ------
-    CorruptionError, FormatError
-        Its metadata, its manifest and its entry in the record contradict each other, or one of them is not sound.
+    `payloads`: see `WrittenLink`.
     """
     # All that readers rely on is proven here, before an object is read or memory is taken for its rows.
     where, entry, parts = f"{record.home}, {path}", record.arrays[path], catalog.manifest(record).parts(path)

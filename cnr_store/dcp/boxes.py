@@ -43,23 +43,14 @@ class Box(NamedTuple):
 
 @dataclass
 class LocalItems:
-    """What this rank's plan holds.
+    """What this rank's plan holds."""
 
-    Attributes
-    ----------
-    tensors
-        By name: the shape of the whole, and offsets and memory of each part here.
-    values
-        Everything that is no tensor, as tagged JSON.
-    beside
-        By path, arrays in values that are too large to stand there.
-    paths
-        Where names lie in the nested state dict, if the planner says so.
-    """
-
+    # By name: the shape of the whole, and offsets and memory of each part here
     tensors: dict[str, tuple[torch.Size, list[tuple[torch.Size, torch.Tensor]]]] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # everything that is no tensor, as tagged JSON
+    # By path, arrays in values that are too large to stand there
     beside: dict[str, ArrayLeaf] = field(default_factory=dict)
+    # Where names lie in the nested state dict, if the planner says so
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
 
     def say(self) -> Document:
@@ -83,13 +74,7 @@ class LocalItems:
 
 
 def local_items(plan: SavePlan, planner: SavePlanner, rank: int) -> LocalItems:
-    """Resolve what a plan holds.
-
-    Raises
-    ------
-    StateError
-        A value can't be stored exactly, or the planner does not give its values; the error names it.
-    """
+    """Resolve what a plan holds."""
     found = LocalItems(paths=plan.planner_data if isinstance(plan.planner_data, Mapping) else {})
     for item in plan.items:
         name = item.index.fqn
@@ -153,31 +138,17 @@ def _encoded(name: str, value: object, rank: int, beside: dict[str, ArrayLeaf]) 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor that is saved: the same on all ranks.
+    """A tensor that is saved: the same on all ranks."""
 
-    Attributes
-    ----------
-    name, shape, element
-        As in the state dict; torch's name of the element type.
-    boxes
-        The parts that ranks hold. None is empty.
-    is_rows
-        Whether it is stored as an array of rows.
-    path
-        Of its array.
-    placement
-        Of an array of rows, who holds which of them; None if one rank has to put it together first.
-    owner
-        The rank that puts it together, or holds it whole; -1 for an array of rows with a placement.
-    """
-
-    name: str
+    name: str  # name, shape, element: as in the state dict; torch's name of the element type
     shape: tuple[int, ...]
     element: str
-    boxes: tuple[Box, ...]
-    is_rows: bool
-    path: str
+    boxes: tuple[Box, ...]  # the parts that ranks hold. None is empty.
+    is_rows: bool  # whether it is stored as an array of rows
+    path: str  # of its array
+    # Of an array of rows, who holds which of them; None if one rank has to put it together first
     placement: Placement | None = None
+    # The rank that puts it together, or holds it whole; -1 for an array of rows with a placement
     owner: int = -1
 
     @property
@@ -199,15 +170,7 @@ class PlacedTensor:
 def place_tensors(documents: Sequence[Document], is_table: Callable[[str], bool]) -> list[PlacedTensor]:
     """Where each tensor goes, from what all ranks said.
 
-    Parameters
-    ----------
-    is_table
-        Whether a table of this name is an array of rows, however small.
-
-    Raises
-    ------
-    SaveError
-        Ranks say different things of a tensor, or hold more or less than all of it.
+    `is_table`: whether a table of this name is an array of rows, however small.
     """
     merged = _merge(documents)
     placed: list[PlacedTensor] = []

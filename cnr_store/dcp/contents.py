@@ -27,37 +27,21 @@ _PATHS = list[tuple[str, tuple[str | int, ...]]]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a state dict in a version.
+    """A tensor of a state dict in a version."""
 
-    Attributes
-    ----------
-    path
-        Of its array. One of rows has two dimensions there: a tensor of one is stored as a single column.
-    shape, dtype
-        As in the state dict.
-    """
-
+    # Of its array. One of rows has two dimensions there: a tensor of one is stored as a single column.
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # shape, dtype: as in the state dict
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A flat state dict in a version.
+    """A flat state dict in a version."""
 
-    Attributes
-    ----------
-    tensors
-        By their flat names.
-    values
-        Everything else, as tagged JSON.
-    paths
-        Where flat names lie in the nested state dict, as planners flatten and nest it.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]  # by their flat names
+    values: Mapping[str, Any]  # everything else, as tagged JSON
+    # Where flat names lie in the nested state dict, as planners flatten and nest it
     paths: Mapping[str, tuple[str | int, ...]]
 
     def to_state(self) -> Any:
@@ -82,13 +66,7 @@ class Contents:
 
     @classmethod
     def read(cls, catalog: Catalog, record: Record) -> Contents:
-        """What a version holds. Of one that a `Checkpointer` saved, the model's tensors.
-
-        Raises
-        ------
-        CorruptionError, VersionNotFoundError
-            The state is lost or malformed; the version was removed meanwhile.
-        """
+        """What a version holds. Of one that a `Checkpointer` saved, the model's tensors."""
         doc = validate.member(catalog.state(record), _KEY)
         if doc is None:
             return cls(_model_tensors(catalog, record), {}, {})

@@ -15,14 +15,7 @@ from cnr_store.writing.team import Team
 def gather_split(placed: Sequence[PlacedTensor], local: LocalItems, team: Team) -> dict[str, torch.Tensor]:
     """Put the split tensors together that this rank owns. All ranks call it at once.
 
-    Returns
-    -------
-    By name, tensors on the CPU.
-
-    Raises
-    ------
-    RanksError, SaveError
-        A rank failed, or sent what does not fit.
+    Returns: By name, tensors on the CPU.
     """
     apart = sorted(
         (tensor for tensor in placed if tensor.owner >= 0 and tensor.is_split), key=lambda tensor: tensor.name

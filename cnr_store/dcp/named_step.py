@@ -9,13 +9,9 @@ class NamedStep(threading.local):
     """The step that a `checkpoint_id` names.
 
     DCP makes all calls of a save in one thread, so another save that is called for meanwhile does not change its step.
-
-    Attributes
-    ----------
-    next, now
-        Of the save that begins next, and of the one that has begun. None if none was named.
     """
 
+    # next, now: of the save that begins next, and of the one that has begun. None if none was named.
     next: int | None = None
     now: int | None = None
 

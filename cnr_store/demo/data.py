@@ -51,11 +51,6 @@ def find_data(folder: Path | None = None, say: Callable[[str], object] = lambda 
 
     A folder that the user names is used as it is; the cache must match the pinned sizes and digests. `say` is called
     before anything is fetched.
-
-    Raises
-    ------
-    DemoDataError
-        A named folder lacks a file, or the data can't be fetched or differ from the pinned files.
     """
     named = folder or (Path(os.environ["CNR_DATA"]) if os.environ.get("CNR_DATA") else None)
     if named is not None:
@@ -138,24 +133,13 @@ def _read_wheel(wheel: Path) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Features:
-    """All ratings, oldest first.
+    """All ratings, oldest first."""
 
-    Attributes
-    ----------
-    columns
-        Per table, ids of shape (ratings,), or (ratings, width) with 0 as padding where a sample has several.
-    rows
-        Per table, its number of rows.
-    labels
-        float32 (ratings,): 1 where the rating is 4 or 5.
-    train
-        How many of the ratings, from the start, are trained on.
-    """
-
+    # Per table, ids of shape (ratings,), or (ratings, width) with 0 as padding where a sample has several
     columns: dict[str, Ids]
-    rows: dict[str, int]
-    labels: NDArray[np.float32]
-    train: int
+    rows: dict[str, int]  # per table, its number of rows
+    labels: NDArray[np.float32]  # float32 (ratings,): 1 where the rating is 4 or 5
+    train: int  # how many of the ratings, from the start, are trained on
 
     def __len__(self) -> int:
         return len(self.labels)

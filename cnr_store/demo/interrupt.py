@@ -34,41 +34,23 @@ _STDERR_LINES = 8
 
 @dataclass(frozen=True)
 class Interruption:
-    """A run was ended while it wrote `version`, the save of `step`.
-
-    Attributes
-    ----------
-    objects, nbytes
-        What the store held of the version then.
-    committed
-        Whether the save had just been committed.
-    newest
-        The newest committed version then.
-    """
+    """A run was ended while it wrote `version`, the save of `step`."""
 
     version: str
     step: int
-    objects: int
+    objects: int  # objects, nbytes: what the store held of the version then
     nbytes: int
-    committed: bool
-    newest: str | None
+    committed: bool  # whether the save had just been committed
+    newest: str | None  # the newest committed version then
 
 
 @dataclass(frozen=True)
 class Watcher:
-    """Sees a store as a process does that does not write to it.
-
-    Attributes
-    ----------
-    committed
-        Versions seen with a commit record.
-    abandoned
-        Versions whose writer is gone.
-    """
+    """Sees a store as a process does that does not write to it."""
 
     backend: Backend
-    committed: set[str] = field(default_factory=set)
-    abandoned: set[str] = field(default_factory=set)
+    committed: set[str] = field(default_factory=set)  # versions seen with a commit record
+    abandoned: set[str] = field(default_factory=set)  # versions whose writer is gone
 
     def unfinished(self) -> str | None:
         """The newest version that has objects and no commit record, if there is one now."""
@@ -119,11 +101,6 @@ def train_killed(config: TrainConfig, backend: Backend, after: int, on_step: OnS
 
     The kill comes once `after` versions are committed. If the save was committed between the look at the store and
     the signal, the resumed process is killed in one of its saves, up to `MAX_KILLS` times.
-
-    Raises
-    ------
-    DemoError
-        A process fails by itself.
     """
     story, watcher = Story(), Watcher(backend)
     while True:
@@ -137,13 +114,7 @@ def train_killed(config: TrainConfig, backend: Backend, after: int, on_step: OnS
 
 
 def train_with_failed_save(config: TrainConfig, backend: Backend, after: int, on_step: OnStep) -> Story:
-    """Train here until storage fails in the middle of a save; a new model loads the newest version and trains on.
-
-    Raises
-    ------
-    DemoError
-        No save failed.
-    """
+    """Train here until storage fails in the middle of a save; a new model loads the newest version and trains on."""
     story, failing = Story([RunLog(on_step)]), FailingBackend(backend, after)
     try:
         train(config, failing, story.logs[0].add)
@@ -161,13 +132,7 @@ def train_with_failed_save(config: TrainConfig, backend: Backend, after: int, on
 def train_in_process(
     config: TrainConfig, log: RunLog, watch: Callable[[], str | None] | None = None
 ) -> str | None:
-    """Train in a process of its own; kill it as soon as `watch` names a version, and return that version.
-
-    Raises
-    ------
-    DemoError
-        The process ended by itself before its work was done.
-    """
+    """Train in a process of its own; kill it as soon as `watch` names a version, and return that version."""
     # -P: a file in the user's folder must not shadow a module.
     command = [sys.executable, "-P", "-m", "cnr_store.demo.train"]
     with (
@@ -214,17 +179,10 @@ def _kill_when(process: subprocess.Popen[str], watch: Callable[[], str | None]) 
 class FailingBackend(WrapperBackend):
     """Another backend, whose writes fail in the middle of a save and from then on.
 
-    Parameters
-    ----------
-    inner
-        Where objects really are.
-    after
-        Committed versions to wait for.
+    `inner`: where objects really are.
+    `after`: committed versions to wait for.
 
-    Attributes
-    ----------
-    version
-        The version whose save failed, or None so far.
+    `version`: the version whose save failed, or None so far.
     """
 
     def __init__(self, inner: Backend, after: int) -> None:

@@ -26,10 +26,7 @@ _SMALLEST = 1e-12
 class Recommender(nn.Module):
     """Logit of "this user rates this item 4 or 5": embedding tables under a perceptron.
 
-    Parameters
-    ----------
-    rows
-        Rows of each table, by feature. A feature with several ids averages their rows.
+    `rows`: rows of each table, by feature. A feature with several ids averages their rows.
     """
 
     def __init__(self, rows: Mapping[str, int]) -> None:

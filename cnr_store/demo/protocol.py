@@ -19,32 +19,18 @@ class DemoError(CheckpointError, RuntimeError):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. A resumed run gets the same one.
+    """One training run. A resumed run gets the same one."""
 
-    Attributes
-    ----------
-    data
-        Folder with the three files of `data.find_data`.
-    steps, every
-        Training steps, and steps between two saves; the last step is saved too.
-    url, storage_options
-        Where checkpoints go; with None, the run saves none.
-    policy, bits, codec, state_bits
-        Those of `cnr_store.Checkpointer`.
-    batch, seed
-        Samples a step, and the seed of the model's first values.
-    """
-
-    data: str
-    steps: int
+    data: str  # folder with the three files of `data.find_data`
+    steps: int  # steps, every: training steps, and steps between two saves; the last step is saved too
     every: int
-    url: str | None = None
+    url: str | None = None  # url, storage_options: where checkpoints go; with None, the run saves none
     storage_options: dict[str, Any] = field(default_factory=dict)
-    policy: PolicyName = "intermittent"
+    policy: PolicyName = "intermittent"  # policy, bits, codec, state_bits: those of `cnr_store.Checkpointer`
     bits: int | str = "auto"
     codec: dict[str, Any] | None = None
     state_bits: int | str = 32
-    batch: int = 32
+    batch: int = 32  # batch, seed: samples a step, and the seed of the model's first values
     seed: int = 20_220_404
 
     def save_step(self, first_step: int, number: int) -> int:
@@ -123,18 +109,11 @@ def parse_event(line: str) -> Event:
 
 @dataclass
 class RunLog:
-    """What one training run reported.
+    """What one training run reported."""
 
-    Attributes
-    ----------
-    on_step
-        Called with the newest step after each event.
-    steps
-        ``steps[k]`` holds the samples of step ``first_step + 1 + k``.
-    """
-
-    on_step: OnStep = lambda _: None
+    on_step: OnStep = lambda _: None  # called with the newest step after each event
     started: Started | None = None
+    # ``steps[k]`` holds the samples of step ``first_step + 1 + k``
     steps: list[list[int]] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     finished: Finished | None = None

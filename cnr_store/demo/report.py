@@ -79,22 +79,12 @@ def _objects(interrupted: Interruption) -> str:
 
 @dataclass(frozen=True)
 class Volume:
-    """What the store of a demo takes, every object counted, beside full copies by `torch.save`.
+    """What the store of a demo takes, every object counted, beside full copies by `torch.save`."""
 
-    Attributes
-    ----------
-    full_bytes, count
-        Bytes of one full copy, and how many versions are committed.
-    written_bytes
-        All objects: nothing was deleted, and what an interrupted save left is among them.
-    kept_bytes
-        The version that needs the most, with all that it needs.
-    """
-
-    full_bytes: int
+    full_bytes: int  # full_bytes, count: bytes of one full copy, and how many versions are committed
     count: int
-    written_bytes: int
-    kept_bytes: int
+    written_bytes: int  # all objects: nothing was deleted, and what an interrupted save left is among them
+    kept_bytes: int  # the version that needs the most, with all that it needs
 
 
 def measure(backend: Backend, full_bytes: int) -> Volume:
@@ -175,14 +165,9 @@ def check_all(
 ) -> list[Check]:
     """All checks of the outcome.
 
-    Parameters
-    ----------
-    config, story, uninterrupted
-        What was trained, and the logs of both trainings.
-    versions
-        What is committed in the end.
-    samples
-        Samples of an epoch.
+    `config`, `story`, `uninterrupted`: what was trained, and the logs of both trainings.
+    `versions`: what is committed in the end.
+    `samples`: samples of an epoch.
     """
     last = versions[-1].step if versions else None
     checks = [

@@ -36,41 +36,23 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of `cnr demo`.
+    """Options of `cnr demo`."""
 
-    Attributes
-    ----------
-    url, storage_options
-        Where checkpoints go. With None, a temporary folder, or ./demo-run with `keep`.
-    policy
-        That of `cnr_store.Checkpointer`.
-    bits
-        Width of rows, with lossless optimizer state. With None, `ROWS` and `STATE`.
-    steps, every
-        Training steps, None for each training sample once; and steps between two saves.
-    data
-        Folder of the data set, see `data.find_data`.
-    keep
-        Whether the store is kept without a URL.
-    """
-
+    # url, storage_options: where checkpoints go. With None, a temporary folder, or ./demo-run with `keep`.
     url: str | None = None
     storage_options: dict[str, Any] = field(default_factory=dict)
-    policy: PolicyName = "intermittent"
+    policy: PolicyName = "intermittent"  # that of `cnr_store.Checkpointer`
+    # Width of rows, with lossless optimizer state. With None, `ROWS` and `STATE`.
     bits: int | str | None = None
+    # steps, every: training steps, None for each training sample once; and steps between two saves
     steps: int | None = None
     every: int = 200
-    data: Path | None = None
-    keep: bool = False
+    data: Path | None = None  # folder of the data set, see `data.find_data`
+    keep: bool = False  # whether the store is kept without a URL
 
 
 def run_demo(options: DemoOptions, console: Console) -> bool:
-    """Train, interrupt a save, resume, compare, and print the figures. True if every check holds.
-
-    Raises
-    ------
-    DemoDataError, DemoError, CheckpointError, cnr_backends.BackendError
-    """
+    """Train, interrupt a save, resume, compare, and print the figures. True if every check holds."""
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH)
     begun = time.perf_counter()
@@ -136,11 +118,6 @@ def demo_place(
     """An empty place and its URL: `url`, or ./demo-run to keep, or a temporary folder that is deleted in the end.
 
     A place in use stays as it is: the first free one of its sub-folders run-2, run-3 ... is taken instead.
-
-    Raises
-    ------
-    cnr_backends.BackendError
-        The place can't be opened.
     """
     with ExitStack() as stack:
         if url is None and not keep:
@@ -155,13 +132,7 @@ def demo_place(
 
 
 def _train(config: TrainConfig, backend: Backend, console: Console) -> tuple[Story, RunLog]:
-    """The training that is interrupted and resumed, and the log of the one that is not.
-
-    Raises
-    ------
-    DemoError
-        The options leave fewer than two saves.
-    """
+    """The training that is interrupted and resumed, and the log of the one that is not."""
     saves = -(-config.steps // config.every)
     if saves < 2:
         raise DemoError(

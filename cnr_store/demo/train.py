@@ -41,17 +41,8 @@ class TimeOrderedReader(Iterator[NDArray[np.int64]]):
     The last batch of an epoch may be shorter. A state taken after a training step counts each sample once, because
     a batch is in flight only between `next` and its step.
 
-    Parameters
-    ----------
-    samples
-        Samples of an epoch.
-    batch
-        Samples of a batch.
-
-    Raises
-    ------
-    DemoError
-        Either is below 1.
+    `samples`: samples of an epoch.
+    `batch`: samples of a batch.
     """
 
     def __init__(self, samples: int, batch: int) -> None:
@@ -71,13 +62,7 @@ class TimeOrderedReader(Iterator[NDArray[np.int64]]):
         return dict(self._state)
 
     def load_state_dict(self, state: object) -> None:
-        """Continue where `state` was taken.
-
-        Raises
-        ------
-        DemoError
-            It is not such a state, or belongs to other data or another batch size.
-        """
+        """Continue where `state` was taken."""
         integers = isinstance(state, Mapping) and all(type(value) is int for value in state.values())
         if not isinstance(state, Mapping) or not integers or state.keys() != self._state.keys():
             raise DemoError(f"not a state of this reader: {state!r}")

@@ -42,15 +42,6 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
     """A function that writes blocks of `record` into `model`, in place, and then has modules load their extra state.
 
     Hooks of ``load_state_dict`` run then, too, and loaders of the modules' own.
-
-    Raises
-    ------
-    ModelMismatchError
-        The model does not fit the version. Nothing was changed.
-    UnsupportedModelError
-        A tensor of the model is a DTensor, or one that a module makes anew for each state dict.
-    CorruptionError, FormatError
-        The version is damaged.
     """
     tables = find_tables(model)
     loaders = Loaders(model)

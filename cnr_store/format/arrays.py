@@ -41,21 +41,12 @@ _NUMBER_TYPES = {dtype.name: dtype for dtype in NUMBER_TYPES.values()}
 
 @dataclass(frozen=True)
 class DenseGrid:
-    """How a dense array is cut: along its first axis only. Each chunk is one object.
+    """How a dense array is cut: along its first axis only. Each chunk is one object."""
 
-    Attributes
-    ----------
-    shape, chunk
-        Shapes of the array and of a chunk.
-    dtype
-        numpy type of the values as they are stored.
-    torch_dtype
-        torch's name of the element type where numpy lacks it, so that `dtype` holds its bits; else None.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # shape, chunk: shapes of the array and of a chunk
     chunk: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # numpy type of the values as they are stored
+    # torch's name of the element type where numpy lacks it, so that `dtype` holds its bits; else None
     torch_dtype: str | None = None
 
     @property
@@ -80,19 +71,9 @@ def rows_document(
 ) -> Doc:
     """Metadata of a sharded array of rows, in short: a record may hold thousands.
 
-    Parameters
-    ----------
-    shape
-        (rows, dim) or (rows,).
-    element
-        The payload's element type.
-    followers
-        What follows the row codec. That is `cnr.rows` here, which reads the payloads of every other.
-
-    Raises
-    ------
-    FormatError
-        The grid is one that readers refuse.
+    `shape`: (rows, dim) or (rows,).
+    `element`: the payload's element type.
+    `followers`: what follows the row codec. That is `cnr.rows` here, which reads the payloads of every other.
     """
     _check_limits(grid, array_dtype(element).itemsize, f"an array of shape {shape}")
     fill = fill_value(element)
@@ -202,13 +183,7 @@ def _created(serializer: str, compressors: str, **arguments: Any) -> bytes:
 
 
 def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
-    """(shape, grid) of a sharded array of rows.
-
-    Raises
-    ------
-    FormatError
-        The document, which `what` names, is not one that format 1 allows.
-    """
+    """(shape, grid) of a sharded array of rows."""
     try:
         shape, shard = _shape_and_chunk(doc, range(1, 3), minimum=1)
         sharding = _sharding(doc)
@@ -275,13 +250,7 @@ def _check_limits(grid: Grid, itemsize: int, what: str) -> None:
 
 
 def parse_unpacker(doc: Doc, what: str) -> Unpacker:
-    """What undoes the codecs between the row codec and crc32c of a document that `parse_rows_document` has proven.
-
-    Raises
-    ------
-    FormatError
-        One of them may not stand there, or is not known.
-    """
+    """What undoes the codecs between the row codec and crc32c of a document that `parse_rows_document` has proven."""
     try:
         return Unpacker.of(_sharding(doc)["configuration"]["codecs"][1:-1])
     except (CodecConfigError, AttributeError) as error:

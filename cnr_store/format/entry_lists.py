@@ -17,10 +17,7 @@ from cnr_store.format.record import ArrayEntry
 def pack_entries(entries: Mapping[str, ArrayEntry], nodes: Mapping[str, Doc]) -> tuple[Doc, Doc]:
     """``arrays`` and ``tables`` of a record: entries by path, and lists of all the others.
 
-    Parameters
-    ----------
-    nodes
-        The record's Zarr documents by the paths that they lie under.
+    `nodes`: the record's Zarr documents by the paths that they lie under.
     """
     arrays = {
         entry.stored or path: entry.to_json() | ({"name": path} if entry.stored else {})
@@ -46,13 +43,7 @@ def pack_entries(entries: Mapping[str, ArrayEntry], nodes: Mapping[str, Doc]) ->
 
 
 def unpack_entries(arrays: Doc, tables: Any, nodes: Mapping[str, Doc]) -> Doc:
-    """All entries by path, each as `ArrayEntry.to_json` makes it: those of `tables`, then those of `arrays`.
-
-    Raises
-    ------
-    ValueError, KeyError
-        The lists don't fit the documents or each other. What the entries hold is not proven yet.
-    """
+    """All entries by path, each as `ArrayEntry.to_json` makes it: those of `tables`, then those of `arrays`."""
     lists: dict[str, list[Any]] = validate.proven(tables, dict[str, list[Any]], "tables")
     forms, bases = validate.proven(lists["forms"], list[Doc], "tables.forms"), lists["bases"]
     columns = [lists[name] for name in ("form", "base", "bytes", "rows")]

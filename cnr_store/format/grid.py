@@ -65,14 +65,9 @@ def choose_grid(rows: int, columns: int, itemsize: int, bytes_per_row: float, co
     On average chunks take `TARGET_CHUNK_BYTES` encoded, and shards `TARGET_SHARD_BYTES`. Where the rows written crowd
     together, both shrink until the fullest chunk and shard keep their limits.
 
-    Parameters
-    ----------
-    itemsize
-        Bytes of a decoded value.
-    bytes_per_row
-        Encoded bytes that a row is expected to take.
-    counts
-        (blocks,): the rows written of each `BLOCK_ROWS` rows; None for all.
+    `itemsize`: bytes of a decoded value.
+    `bytes_per_row`: encoded bytes that a row is expected to take.
+    `counts`: (blocks,): the rows written of each `BLOCK_ROWS` rows; None for all.
     """
     density = 1.0 if counts is None else max(int(counts.sum()), 1) / rows
     most_rows = _power_below(MAX_CHUNK_DECODED_BYTES // (columns * itemsize))
@@ -103,10 +98,7 @@ def count_blocks(ids: np.ndarray[Any, Any], rows: int) -> Counts:
 def rows_in(counts: Counts | None, rows: int, each: int) -> Counts:
     """(n,): at most how many rows are written of each `each` rows, a power of two, of an array.
 
-    Parameters
-    ----------
-    counts
-        As `choose_grid` takes them.
+    `counts`: as `choose_grid` takes them.
     """
     starts = np.arange(-(-rows // each), dtype=np.int64) * each
     size = np.minimum(rows - starts, each)

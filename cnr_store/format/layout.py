@@ -144,13 +144,7 @@ def writer_key(name: str, suffix: str = "") -> str:
 
 
 def version_key(version: str, *parts: str, prefix: str = VERSIONS) -> str:
-    """Key of something in a version, or in its fold, pin or tombstone by `prefix`.
-
-    Raises
-    ------
-    FormatError
-        It is no version's id. Ids come from a store, so they must be proven before they become part of a key.
-    """
+    """Key of something in a version, or in its fold, pin or tombstone by `prefix`."""
     if not is_version(version):
         raise FormatError(f"{version!r} is not a version id (like 000001-0123abcd.00000001)")
     return "/".join((prefix, version, *parts))
@@ -162,13 +156,7 @@ def record_key(version: str, prefix: str = VERSIONS) -> str:
 
 
 def encode_name(name: str) -> str:
-    """A model's name in a plain path: percent-encoded, and never a name that Zarr or a path reserves.
-
-    Raises
-    ------
-    UnsupportedModelError
-        It takes more than `MAX_NAME_BYTES`, or is not valid Unicode.
-    """
+    """A model's name in a plain path: percent-encoded, and never a name that Zarr or a path reserves."""
     quoted = _quoted(name)
     if quoted.startswith((".", "__")) or quoted == NODE:
         quoted = f"%{ord(quoted[0]):02X}{quoted[1:]}"

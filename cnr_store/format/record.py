@@ -42,43 +42,24 @@ _CODEC_FEATURES = {
 
 @dataclass(frozen=True)
 class ArrayEntry:
-    """What a record says about one array.
+    """What a record says about one array."""
 
-    Attributes
-    ----------
-    kind
-        ``whole`` (every row is here), ``delta`` (the rows that changed since `base` was saved) or ``dense``.
-    base
-        Version whose state of this array the delta applies to; None unless a delta.
-    shape, element
-        Shape, and the payload's element type (dense: the Zarr data type).
-    rows
-        Rows written in this version; 0 for dense arrays.
-    nbytes
-        Bytes of the objects that hold the array's data.
-    codec
-        Configuration of the row codec, None for dense arrays.
-    aliases
-        Other names of the same tensor in the model.
-    boundaries
-        Of optimizer state with a column for each column shard of its table: where in the table each begins, and behind
-        them the table's columns. Else empty.
-    stored
-        Path that its objects lie under, if that is not the plain path of its name (`stored_paths`).
-    features
-        What readers must know of its payloads, beyond what `codec` asks for: of rows that were moved. Not stored.
-    """
-
+    # ``whole`` (every row is here), ``delta`` (the rows that changed since `base` was saved) or ``dense``
     kind: str
-    shape: Sizes
+    shape: Sizes  # shape, element: shape, and the payload's element type (dense: the Zarr data type)
     element: str
+    # Version whose state of this array the delta applies to; None unless a delta
     base: VersionText | None = None
-    rows: Natural = 0
-    nbytes: Natural = 0
-    codec: Mapping[str, Any] | None = None
-    aliases: tuple[str, ...] = ()
+    rows: Natural = 0  # rows written in this version; 0 for dense arrays
+    nbytes: Natural = 0  # bytes of the objects that hold the array's data
+    codec: Mapping[str, Any] | None = None  # configuration of the row codec, None for dense arrays
+    aliases: tuple[str, ...] = ()  # other names of the same tensor in the model
+    # Of optimizer state with a column for each column shard of its table: where in the table each begins, and behind
+    # them the table's columns. Else empty.
     boundaries: tuple[Natural, ...] = ()
+    # Path that its objects lie under, if that is not the plain path of its name (`stored_paths`)
     stored: str | None = None
+    # What readers must know of its payloads, beyond what `codec` asks for: of rows that were moved. Not stored.
     features: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
@@ -121,55 +102,29 @@ def required_features(arrays: Mapping[str, ArrayEntry]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Record:
-    """A committed version, or the fold of one.
+    """A committed version, or the fold of one."""
 
-    Attributes
-    ----------
-    id, nonce
-        The version, and a random id of this very commit, by which a writer knows its own after a lost response.
-    prefix
-        Where its objects lie: ``versions``, or ``folds``.
-    step, time
-        The caller's step; seconds since 1970, UTC.
-    previous
-        The version that training continued from, None for the first.
-    needs
-        Every other version that reading this one may touch, newest first.
-    arrays, nodes
-        `ArrayEntry` and Zarr metadata document by path. Arrays of which no row was written have no document.
-    policy
-        Name, inputs and decision.
-    restores
-        Loads that training has been through up to this version.
-    objects_bytes
-        Bytes of all the version's objects but this one.
-    manifest_sha256, state_sha256
-        Digests of those objects.
-    metadata
-        The caller's, as tagged JSON.
-    requires
-        Features that a reader must know.
-    record_bytes
-        Bytes of the record's own object; 0 before it is encoded.
-    """
-
+    # id, nonce: the version, and a random id of this very commit, by which a writer knows its own after a lost response
     id: VersionText
     nonce: str
-    step: Natural
+    step: Natural  # step, time: the caller's step; seconds since 1970, UTC
     time: Time
-    previous: VersionText | None
-    needs: tuple[VersionText, ...]
+    previous: VersionText | None  # the version that training continued from, None for the first
+    needs: tuple[VersionText, ...]  # every other version that reading this one may touch, newest first
+    # arrays, nodes: `ArrayEntry` and Zarr metadata document by path. Arrays of which no row was written have no
+    # document.
     arrays: Mapping[str, ArrayEntry]
     nodes: Mapping[str, Doc]
-    policy: Mapping[str, Any]
-    restores: Natural
-    objects_bytes: Natural
-    manifest_sha256: str
+    policy: Mapping[str, Any]  # name, inputs and decision
+    restores: Natural  # loads that training has been through up to this version
+    objects_bytes: Natural  # bytes of all the version's objects but this one
+    manifest_sha256: str  # manifest_sha256, state_sha256: digests of those objects
     state_sha256: str
-    metadata: Any = None
-    requires: tuple[str, ...] = ()
+    metadata: Any = None  # the caller's, as tagged JSON
+    requires: tuple[str, ...] = ()  # features that a reader must know
+    # Bytes of the record's own object; 0 before it is encoded
     record_bytes: int = field(default=0, compare=False)
-    prefix: str = VERSIONS
+    prefix: str = VERSIONS  # where its objects lie: ``versions``, or ``folds``
 
     @property
     def home(self) -> str:

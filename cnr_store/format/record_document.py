@@ -40,13 +40,7 @@ _SHOWN = 200
 
 
 def encode_record(record: Record) -> bytes:
-    """The record's bytes, with their own digest inside.
-
-    Raises
-    ------
-    SaveError
-        It is larger than `decode_record` reads.
-    """
+    """The record's bytes, with their own digest inside."""
     listed = layout.COMPACT_RECORD in record.requires
     nodes = {record.stored(path): node for path, node in record.nodes.items()}
     arrays, tables = pack_entries(record.arrays, nodes if listed else {})
@@ -85,15 +79,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record | None:
-    """The commit record of `version`, or of its fold, parsed and proven; None for a void record.
-
-    Raises
-    ------
-    CorruptionError
-        The bytes are not those that were committed.
-    FormatError
-        A newer format, or a feature this reader lacks.
-    """
+    """The commit record of `version`, or of its fold, parsed and proven; None for a void record."""
     what = f"commit record of {'version' if prefix == VERSIONS else 'the fold of version'} {version}"
     try:
         doc = loads(data, what, MAX_RECORD_BYTES)
@@ -247,13 +233,7 @@ def with_digest(data: bytes) -> bytes:
 
 
 def check_digest(data: bytes, doc: Doc, what: str) -> None:
-    """Prove the bytes of a document by the digest that it holds.
-
-    Raises
-    ------
-    CorruptionError
-        They are not those that `with_digest` returned.
-    """
+    """Prove the bytes of a document by the digest that it holds."""
     digest = doc.get("digest")
     if not isinstance(digest, str) or _DIGEST.fullmatch(_quoted(digest)) is None:
         raise CorruptionError(f"{what}: its digest is missing or malformed")
@@ -269,14 +249,9 @@ def _quoted(digest: str) -> bytes:
 def encode_void(by: str, nonce: str, time: float) -> bytes:
     """A void record: it uses an id up, so that a late commit under it fails.
 
-    Parameters
-    ----------
-    by
-        The claim, or the tool, that made it.
-    nonce
-        A random id of this very record.
-    time
-        In seconds since 1970, UTC.
+    `by`: the claim, or the tool, that made it.
+    `nonce`: a random id of this very record.
+    `time`: in seconds since 1970, UTC.
     """
     return dumps(group_document({"cnr_void": {"by": by, "nonce": nonce, "time": time}}))
 

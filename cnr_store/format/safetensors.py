@@ -65,20 +65,11 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says.
+    """What a header says."""
 
-    Attributes
-    ----------
-    tensors
-        By name.
-    aliases
-        By name, the other tensor whose further name it is, as the writer says.
-    is_ours
-        Whether the file holds a version that was exported, so that names are those of the version.
-    """
-
-    tensors: Mapping[str, TensorPlace]
-    aliases: Mapping[str, str]
+    tensors: Mapping[str, TensorPlace]  # by name
+    aliases: Mapping[str, str]  # by name, the other tensor whose further name it is, as the writer says
+    # Whether the file holds a version that was exported, so that names are those of the version
     is_ours: bool = False
 
 
@@ -90,15 +81,7 @@ def itemsize_of(element: str) -> int | None:
 def place_tensors(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, TensorPlace]:
     """Where each tensor goes: wide types first, so that all are aligned.
 
-    Parameters
-    ----------
-    tensors
-        (element type, shape) by name.
-
-    Raises
-    ------
-    OptionError
-        The format has no such type, or can't hold a tensor of that name.
+    `tensors`: (element type, shape) by name.
     """
     for name, (element, _) in tensors.items():
         if element not in _TAGS or name == _METADATA:
@@ -119,11 +102,6 @@ def encode_header(header: Header, metadata: Mapping[str, str]) -> bytes:
     """What comes before the tensors' bytes, a multiple of 8 bytes long.
 
     The format has no aliases, so they go into the metadata, as JSON, for `decode_header`.
-
-    Raises
-    ------
-    OptionError
-        There are more tensors than a header can name.
     """
     noted = {**metadata, _ALIASES: json.dumps(dict(header.aliases))} if header.aliases else dict(metadata)
     doc: dict[str, Any] = {_METADATA: noted}
@@ -142,19 +120,9 @@ def encode_header(header: Header, metadata: Mapping[str, str]) -> bytes:
 def decode_header(text: bytes, nbytes: int, what: str) -> Header:
     """The header of a file, proven.
 
-    Parameters
-    ----------
-    text
-        Its JSON.
-    nbytes
-        Bytes of the file after the header.
-    what
-        The file's name, for errors.
-
-    Raises
-    ------
-    FormatError
-        Naming the file and the tensor.
+    `text`: its JSON.
+    `nbytes`: bytes of the file after the header.
+    `what`: the file's name, for errors.
     """
     doc = loads(text, what, MAX_HEADER_BYTES)
     try:

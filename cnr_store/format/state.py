@@ -70,20 +70,10 @@ def encode_state(
 ) -> Json:
     """Turn a state into JSON values.
 
-    Parameters
-    ----------
-    value
-        Any nesting of the types in this module's table.
-    beside
-        Called with (path in the tree, leaf) for an array too large to stand in the tree, its values
-        little-endian; returns the path of the array it becomes in the version.
-    as_leaf
-        Recognises other types, such as tensors; ValueError for a value that has no plain ones.
-
-    Raises
-    ------
-    StateError
-        For a value that can't be carried exactly, with its path.
+    `value`: any nesting of the types in this module's table.
+    `beside`: called with (path in the tree, leaf) for an array too large to stand in the tree, its values
+    little-endian; returns the path of the array it becomes in the version.
+    `as_leaf`: recognises other types, such as tensors; ValueError for a value that has no plain ones.
     """
     try:
         return _Encoder(beside, as_leaf).value(value, "", 0)
@@ -172,11 +162,6 @@ def decode_state(
 
     `read` returns the array at a path of the version; `from_leaf` turns a leaf into an array or a tensor, and makes the
     values of classes that it knows.
-
-    Raises
-    ------
-    FormatError
-        For a tag that is unknown or malformed, and for more than `MAX_DEPTH` levels.
     """
     try:
         return _Decoder(read, from_leaf).value(doc, 0)
@@ -245,13 +230,7 @@ class _Decoder:
 
 
 def dumps(doc: Json) -> bytes:
-    """Compact UTF-8 JSON. Refuses NaN and infinities, which JSON lacks.
-
-    Raises
-    ------
-    StateError
-        It is nested too deep, or larger than `loads` would read.
-    """
+    """Compact UTF-8 JSON. Refuses NaN and infinities, which JSON lacks."""
     try:
         data = json.dumps(doc, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
     except RecursionError as error:
@@ -267,13 +246,7 @@ def dumps(doc: Json) -> bytes:
 
 
 def loads(data: bytes, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Json:
-    """The values of strict JSON: no duplicate keys, no NaN, no half of a surrogate pair, at most `max_bytes`.
-
-    Raises
-    ------
-    FormatError
-        Naming the document, which `what` is.
-    """
+    """The values of strict JSON: no duplicate keys, no NaN, no half of a surrogate pair, at most `max_bytes`."""
 
     def no_constant(text: str) -> Json:
         raise ValueError(f"{text} is not JSON")

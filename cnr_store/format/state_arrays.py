@@ -37,27 +37,13 @@ _BESIDE = frozenset({"kind", "path"})
 
 @dataclass(frozen=True)
 class ArrayLeaf:
-    """An array in a state.
+    """An array in a state."""
 
-    Attributes
-    ----------
-    values
-        numpy values.
-    kind
-        What it was: `numpy` or `torch`.
-    torch_dtype
-        torch's name of the element type where numpy lacks it, else None.
-    is_beside
-        Whether it stands beside the state however small it is.
-    strides
-        In elements, where it did not lie in C order. They may overlap.
-    """
-
-    values: Array
-    kind: str = "numpy"
-    torch_dtype: str | None = None
-    is_beside: bool = False
-    strides: tuple[int, ...] | None = None
+    values: Array  # numpy values
+    kind: str = "numpy"  # what it was: `numpy` or `torch`
+    torch_dtype: str | None = None  # torch's name of the element type where numpy lacks it, else None
+    is_beside: bool = False  # whether it stands beside the state however small it is
+    strides: tuple[int, ...] | None = None  # in elements, where it did not lie in C order. They may overlap.
 
     def laid_out(self) -> Array:
         """The values, lying by these strides."""
@@ -71,18 +57,10 @@ class ArrayLeaf:
 
 @dataclass
 class OfClass:
-    """A value of a class, which readers MUST NOT look up by its name.
+    """A value of a class, which readers MUST NOT look up by its name."""
 
-    Attributes
-    ----------
-    name
-        Of the class, with its module.
-    value
-        A state of which the class makes it.
-    """
-
-    name: str
-    value: Any
+    name: str  # of the class, with its module
+    value: Any  # a state of which the class makes it
 
 
 Leaf = ArrayLeaf | OfClass
@@ -95,13 +73,7 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def encode_leaf(leaf: ArrayLeaf, path: str, beside: Beside) -> dict[str, Any]:
-    """The body of a ``$array`` tag; an array too large to stand in the tree goes through `beside`.
-
-    Raises
-    ------
-    StateError
-        Its element type is none of `NUMBER_TYPES`.
-    """
+    """The body of a ``$array`` tag; an array too large to stand in the tree goes through `beside`."""
     little = _little(leaf.values)
     if little is None:
         raise StateError(
@@ -119,13 +91,7 @@ def encode_leaf(leaf: ArrayLeaf, path: str, beside: Beside) -> dict[str, Any]:
 
 
 def decode_leaf(body: Mapping[str, Any], read: Callable[[str], Array]) -> ArrayLeaf:
-    """The leaf that a ``$array`` body stands for; `read` returns the array at a path.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError
-        It is malformed.
-    """
+    """The leaf that a ``$array`` body stands for; `read` returns the array at a path."""
     leaf = _in_c_order({key: body[key] for key in body if key != "strides"}, read)
     if (strides := body.get("strides")) is None:
         return leaf

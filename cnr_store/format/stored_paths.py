@@ -28,17 +28,8 @@ def place(paths: Iterable[str], parent: Mapping[str, str]) -> dict[str, str]:
     Of names that meet, the later one is escaped. What the parent has stays where it is, because a chain is read under
     one path.
 
-    Parameters
-    ----------
-    paths
-        Plain paths of the version's arrays.
-    parent
-        Stored paths by plain ones, of the version that this one continues.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Two names meet even when they are escaped.
+    `paths`: plain paths of the version's arrays.
+    `parent`: stored paths by plain ones, of the version that this one continues.
     """
     nodes = _nodes(parent)
     taken = {_folded(stored): node for node, stored in nodes.items()}
@@ -88,13 +79,7 @@ def check_stored(stored: str, path: str) -> None:
 
 
 def moved_nodes(paths: Mapping[str, str]) -> dict[str, str]:
-    """Stored paths of arrays, and of the groups above them, by their plain ones, where the two differ.
-
-    Raises
-    ------
-    ValueError
-        Two arrays of one group lie in different ones, or arrays of two groups, or two arrays, in one.
-    """
+    """Stored paths of arrays, and of the groups above them, by their plain ones, where the two differ."""
     nodes = _nodes(paths)
     if len(set(nodes.values())) != len(nodes):
         raise ValueError("two names have one path")

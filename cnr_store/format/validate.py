@@ -45,13 +45,7 @@ def member(value: object, name: str) -> Any:
 
 
 def proven(value: object, kind: Any, name: str) -> Any:
-    """A value of a document as the type `kind`. Nothing is cast: True is no number, and 1.0 no integer.
-
-    Raises
-    ------
-    ValueError
-        It is of another type. The message has `name`, and where in the value the fault is.
-    """
+    """A value of a document as the type `kind`. Nothing is cast: True is no number, and 1.0 no integer."""
     try:
         return convert(value, kind)
     except (

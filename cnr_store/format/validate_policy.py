@@ -69,13 +69,7 @@ class _Policy(Struct):
 
 
 def prove_policy(doc: Mapping[str, Any]) -> None:
-    """Prove a policy.
-
-    Raises
-    ------
-    ValueError
-        What is malformed.
-    """
+    """Prove a policy."""
     policy: _Policy = proven(doc, _Policy, "policy")
     if len(policy.deltas) > max(len(policy.sizes_bytes) - 1, 0):
         raise ValueError("policy.deltas has more deltas than policy.sizes_bytes")

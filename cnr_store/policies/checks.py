@@ -14,13 +14,7 @@ MOST = 1 << 62
 
 
 def number(name: str, value: Any, maximum: float = math.inf) -> float:
-    """A finite number of at least 0 and at most `maximum`, given in any real type.
-
-    Raises
-    ------
-    OptionError
-        Naming the option and its value.
-    """
+    """A finite number of at least 0 and at most `maximum`, given in any real type."""
     if not isinstance(value, bool) and isinstance(value, Real):
         with suppress(OverflowError):  # an integer beyond all floats
             as_float = float(value)
@@ -31,13 +25,7 @@ def number(name: str, value: Any, maximum: float = math.inf) -> float:
 
 
 def integer(name: str, value: Any, minimum: int = 0) -> int:
-    """An integer of at least `minimum` and at most 2**62, given in any integer type.
-
-    Raises
-    ------
-    OptionError
-        Naming the option and its value.
-    """
+    """An integer of at least `minimum` and at most 2**62, given in any integer type."""
     if not isinstance(value, bool):
         with suppress(TypeError):
             as_int = operator.index(value)

@@ -23,23 +23,11 @@ _STATE, _FINE_STATE = "m3", "m7"
 
 @dataclass(frozen=True)
 class AutoLattice:
-    """The options of ``codec="auto"``.
+    """The options of ``codec="auto"``."""
 
-    Attributes
-    ----------
-    fast_restore
-        Whether only the smallest tables, of `LATTICE_SHARE` of all bytes, may be on the lattice. Else all may.
-    state
-        Whether optimizer state that `state_bits` leaves lossless goes to a floating grid.
-
-    Raises
-    ------
-    OptionError
-        A value is no boolean.
-    """
-
+    # Whether only the smallest tables, of `LATTICE_SHARE` of all bytes, may be on the lattice. Else all may.
     fast_restore: bool = True
-    state: bool = False
+    state: bool = False  # whether optimizer state that `state_bits` leaves lossless goes to a floating grid
 
     def __post_init__(self) -> None:
         for name in ("fast_restore", "state"):
@@ -48,13 +36,7 @@ class AutoLattice:
 
     @classmethod
     def of(cls, codec: Any) -> Self | None:
-        """The options, if a codec's name or configuration is ``"auto"``.
-
-        Raises
-        ------
-        OptionError
-            The configuration has other names, or wrong values.
-        """
+        """The options, if a codec's name or configuration is ``"auto"``."""
         config = {"id": codec} if isinstance(codec, str) else codec
         if not isinstance(config, Mapping) or config.get("id") != "auto":
             return None
@@ -90,12 +72,8 @@ class Fineness:
 def auto_fineness(expected: ExpectedRestores | None, restores_so_far: int) -> Fineness:
     """How fine ``codec="auto"`` stores rows. Each restore puts stored values into training once more.
 
-    Parameters
-    ----------
-    expected
-        None stands for any number of restores.
-    restores_so_far
-        Loads of the run up to now. More than expected, rounded up, give the finest step.
+    `expected`: None stands for any number of restores.
+    `restores_so_far`: loads of the run up to now. More than expected, rounded up, give the finest step.
     """
     if expected is None:
         return _fineness(FINEST_STEP, "no number of restores is expected")
@@ -123,13 +101,9 @@ class Trial:
 
     The first `TRIAL_DELTAS` deltas of at least `TRIAL_ROWS` rows decide, for as long as the process goes on: their
     bytes beside those of as many rows of uniform codes.
-
-    Attributes
-    ----------
-    deltas
-        By version: the bytes it took, and those that uniform codes would have.
     """
 
+    # By version: the bytes it took, and those that uniform codes would have
     deltas: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def note(self, version: str, rows: int, nbytes: int, uniform_bytes: float) -> None:

@@ -21,22 +21,12 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sizes of a full version and of the deltas since.
+    """Sizes of a full version and of the deltas since."""
 
-    Attributes
-    ----------
-    full_bytes
-        Of the full version.
-    deltas, deltas_bytes
-        How many deltas there are, and their bytes together.
-    first_bytes, last_bytes
-        Of the first and of the last delta; 0 without any.
-    """
-
-    full_bytes: int
-    deltas: int = 0
+    full_bytes: int  # of the full version
+    deltas: int = 0  # deltas, deltas_bytes: how many deltas there are, and their bytes together
     deltas_bytes: int = 0
-    first_bytes: int = 0
+    first_bytes: int = 0  # first_bytes, last_bytes: of the first and of the last delta; 0 without any
     last_bytes: int = 0
 
     def with_delta(self, nbytes: int) -> Sums:
@@ -52,45 +42,27 @@ class Sums:
 
 @dataclass(frozen=True)
 class Past:
-    """The last full version and the deltas since.
+    """The last full version and the deltas since."""
 
-    Attributes
-    ----------
-    written, intermittent
-        As they were written, and as ``intermittent`` would have written them.
-    folds_bytes
-        Bytes of the folds of these versions.
-    links
-        Versions that reading the newest takes.
-    beneath_bytes
-        Bytes of the other deltas that reading the newest takes.
-    excess_bytes
-        For each of the last `WINDOW` deltas, oldest first: if retention kept the versions from it on, how many bytes
-        more were written and kept than by ``intermittent``.
-    older_excess_bytes
-        The greatest such number of the deltas before them; None if there are none.
-    """
-
+    # written, intermittent: as they were written, and as ``intermittent`` would have written them
     written: Sums
     intermittent: Sums
-    folds_bytes: int = 0
-    links: int = 1
-    beneath_bytes: int = 0
+    folds_bytes: int = 0  # bytes of the folds of these versions
+    links: int = 1  # versions that reading the newest takes
+    beneath_bytes: int = 0  # bytes of the other deltas that reading the newest takes
+    # For each of the last `WINDOW` deltas, oldest first: if retention kept the versions from it on, how many bytes more
+    # were written and kept than by ``intermittent``
     excess_bytes: tuple[int, ...] = ()
+    # The greatest such number of the deltas before them; None if there are none
     older_excess_bytes: int | None = None
 
     @classmethod
     def of(cls, sizes_bytes: Sequence[int], deltas: Sequence[Delta] = (), since: Since = "baseline") -> Self:
         """The past of these versions, one by one.
 
-        Parameters
-        ----------
-        sizes_bytes
-            Bytes of the full version, then of each delta.
-        deltas
-            What the first of these deltas are.
-        since
-            What the others cover. They count as ``intermittent``'s.
+        `sizes_bytes`: bytes of the full version, then of each delta.
+        `deltas`: what the first of these deltas are.
+        `since`: what the others cover. They count as ``intermittent``'s.
         """
         past = cls(Sums(sizes_bytes[0]), Sums(sizes_bytes[0]))
         for position, nbytes in enumerate(sizes_bytes[1:]):
@@ -133,10 +105,7 @@ class Past:
     def with_fold(self, nbytes: int, *, newest: bool) -> Self:
         """This past once one of its versions was folded: the fold is written and kept beside them.
 
-        Parameters
-        ----------
-        newest
-            Whether it is the newest that was folded. Else the chain counts as if it were as long as before.
+        `newest`: whether it is the newest that was folded. Else the chain counts as if it were as long as before.
         """
         older = self.older_excess_bytes
         return replace(
@@ -163,12 +132,8 @@ class Past:
 def past_after(policy: Mapping[str, Any], nbytes: int) -> Past:
     """The past after a version that is a delta.
 
-    Parameters
-    ----------
-    policy
-        The policy in that version's commit record: the fields of a `Decision`.
-    nbytes
-        Bytes of that version.
+    `policy`: the policy in that version's commit record: the fields of a `Decision`.
+    `nbytes`: bytes of that version.
     """
     since: Since = "previous" if policy.get("since") == "previous" else "baseline"
     past = _before(policy, since)
@@ -207,12 +172,8 @@ class DeltaBytes:
     def note(self, version: str, policy: Mapping[str, Any], nbytes: int) -> None:
         """Take down what a version took. A second call changes nothing.
 
-        Parameters
-        ----------
-        policy
-            In its record: the fields of a `Decision`.
-        nbytes
-            Of its arrays.
+        `policy`: in its record: the fields of a `Decision`.
+        `nbytes`: of its arrays.
         """
         offer, since = policy.get("offer"), policy.get("since")
         if offer is None or policy.get("full") or since not in SINCE or version == self._noted[0]:

@@ -23,42 +23,21 @@ _HORIZON_SAVES = 64
 
 @dataclass(frozen=True)
 class Offer:
-    """Bytes that the next version is expected to take, by which rows it holds.
+    """Bytes that the next version is expected to take, by which rows it holds."""
 
-    Attributes
-    ----------
-    baseline_bytes
-        With the rows changed since the last full version.
-    previous_bytes
-        With the rows changed since the previous version. Never more than `baseline_bytes`.
-    """
-
-    baseline_bytes: int
-    previous_bytes: int
+    baseline_bytes: int  # with the rows changed since the last full version
+    previous_bytes: int  # with the rows changed since the previous version. Never more than `baseline_bytes`.
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What ``auto`` weighs beside the bytes written.
+    """What ``auto`` weighs beside the bytes written."""
 
-    Attributes
-    ----------
-    keep_last
-        Versions that retention keeps, with all that they depend on; None keeps everything.
-    restores_per_save
-        Restores expected between two saves: what a byte read by a restore counts beside a byte written.
-    longest_chain
-        Versions that a restore may have to read.
-
-    Raises
-    ------
-    OptionError
-        A number out of range.
-    """
-
+    # Versions that retention keeps, with all that they depend on; None keeps everything
     keep_last: int | None = None
+    # Restores expected between two saves: what a byte read by a restore counts beside a byte written
     restores_per_save: float = 0.1
-    longest_chain: int = 32
+    longest_chain: int = 32  # versions that a restore may have to read
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
@@ -83,42 +62,24 @@ class Costs:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the next version is to be.
+    """What the next version is to be."""
 
-    Attributes
-    ----------
-    full
-        Whether every table is written whole.
-    since
-        What a delta covers: the rows changed since the last ``baseline``, or since the ``previous`` version.
-    policy, past
-        The policy's name, and what it saw of the versions since the last full one; None where there is none.
-    reason
-        For the commit record and for people.
-    offer, costs
-        What ``auto`` saw beside: the sizes it could choose from, and its weights.
-    bits
-        The width that ``bits="auto"`` stands for in this version, and why; None where no table's width is ``"auto"``.
-    """
-
-    full: bool
+    full: bool  # whether every table is written whole
+    # What a delta covers: the rows changed since the last ``baseline``, or since the ``previous`` version
     since: Since
+    # policy, past: the policy's name, and what it saw of the versions since the last full one; None where there is none
     policy: str
     past: Past | None
-    reason: str
+    reason: str  # for the commit record and for people
+    # offer, costs: what ``auto`` saw beside: the sizes it could choose from, and its weights
     offer: Offer | None = None
     costs: Costs | None = None
+    # The width that ``bits="auto"`` stands for in this version, and why; None where no table's width is ``"auto"``
     bits: tuple[int, str] | None = None
 
 
 def check_policy(name: str) -> PolicyName:
-    """The policy of that name.
-
-    Raises
-    ------
-    OptionError
-        There is none of that name. The message lists all.
-    """
+    """The policy of that name."""
     for known in POLICIES:
         if name == known:
             return known
@@ -135,16 +96,11 @@ def decide(
 ) -> Decision:
     """Decide about the next version.
 
-    Parameters
-    ----------
-    policy
-        Its name.
-    past
-        The last full version and the deltas since. None where there is none to build on.
-    full
-        The caller asks for a full version.
-    offer, costs
-        For ``auto``: what it may choose from, and its weights. Without an offer it decides as ``intermittent`` does.
+    `policy`: its name.
+    `past`: the last full version and the deltas since. None where there is none to build on.
+    `full`: the caller asks for a full version.
+    `offer`, `costs`: for ``auto``: what it may choose from, and its weights. Without an offer it decides as
+    ``intermittent`` does.
     """
     since: Since = "previous" if policy == "consecutive" else "baseline"
     if full:

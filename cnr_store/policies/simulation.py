@@ -248,15 +248,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Run:
-    """One simulation.
-
-    Attributes
-    ----------
-    written, folds
-        Bytes that each save up to now wrote, and those of its fold.
-    chains
-        The saves that restoring each of them reads.
-    """
+    """One simulation."""
 
     trace: Trace
     row_bytes: float
@@ -264,9 +256,10 @@ class _Run:
     fixed_bytes: int
     costs: Costs
     max_chain: int | None
+    # written, folds: bytes that each save up to now wrote, and those of its fold
     written: list[int] = field(default_factory=list)
     folds: list[int] = field(default_factory=list)
-    chains: list[tuple[int, ...]] = field(default_factory=list)
+    chains: list[tuple[int, ...]] = field(default_factory=list)  # the saves that restoring each of them reads
 
     def saves(self, policy: str) -> Iterator[SimulatedSave]:
         name, baseline = check_policy(policy), 0
@@ -319,18 +312,10 @@ class _Run:
 
 @dataclass(frozen=True)
 class Interval:
-    """A time between two saves, and what it costs.
+    """A time between two saves, and what it costs."""
 
-    Attributes
-    ----------
-    seconds
-        From the beginning of one save to that of the next.
-    lost
-        The share of a run's time that saves, steps made again and restores take, expected.
-    """
-
-    seconds: float
-    lost: float
+    seconds: float  # from the beginning of one save to that of the next
+    lost: float  # the share of a run's time that saves, steps made again and restores take, expected
 
 
 def best_interval(
@@ -341,22 +326,11 @@ def best_interval(
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
     Computer Systems 22 (2006), equation 37; its first term is Young's.
 
-    Parameters
-    ----------
-    failure_seconds
-        Mean time between two failures.
-    stall_seconds
-        How long a save holds training.
-    restore_seconds
-        From a failure to the first new step.
-    write_seconds
-        How long a save is written in the background. No save begins earlier than the one before it is committed, and
-        a failure meanwhile costs the steps since that one, too.
-
-    Raises
-    ------
-    OptionError
-        A number is negative or not finite, or the first one is 0.
+    `failure_seconds`: mean time between two failures.
+    `stall_seconds`: how long a save holds training.
+    `restore_seconds`: from a failure to the first new step.
+    `write_seconds`: how long a save is written in the background. No save begins earlier than the one before it is
+    committed, and a failure meanwhile costs the steps since that one, too.
     """
     failure = number("failure_seconds", failure_seconds)
     stall = number("stall_seconds", stall_seconds)

@@ -83,12 +83,8 @@ def auto_bits(expected: ExpectedRestores | None, restores_so_far: int) -> tuple[
     Each restore puts quantized values into training once more, so fewer expected restores allow fewer bits.
     A run that restored more often than expected, rounded up, falls back to 8 bits.
 
-    Parameters
-    ----------
-    expected
-        None gives 8 bits, which are good for any number of restores.
-    restores_so_far
-        Loads of the run up to now.
+    `expected`: None gives 8 bits, which are good for any number of restores.
+    `restores_so_far`: loads of the run up to now.
     """
     if expected is None:
         return WITHOUT_EXPECTATION, "no number of restores is expected"
@@ -148,17 +144,9 @@ def match_pattern(patterns: Mapping[str, T], table: str) -> T | None:
 class StateWidths:
     """How many bits the values of row-wise optimizer state get.
 
-    Parameters
-    ----------
-    given
-        2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (so many bits of the mantissa), or a mapping from patterns of
-        ``TABLE/SLOT`` to these; a pattern without ``/`` means all slots of the tables that it fits. There is no
-        ``"auto"``: the paper counts restores for weights alone.
-
-    Raises
-    ------
-    OptionError
-        Widths out of range.
+    `given`: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (so many bits of the mantissa), or a mapping from patterns
+    of ``TABLE/SLOT`` to these; a pattern without ``/`` means all slots of the tables that it fits. There is no
+    ``"auto"``: the paper counts restores for weights alone.
     """
 
     def __init__(self, given: StateBits = LOSSLESS) -> None:
@@ -173,13 +161,7 @@ class StateWidths:
         return {self._width, *self._by_pattern.values()} - {LOSSLESS}
 
     def check_tables(self, tables: Sequence[str]) -> None:
-        """Refuse patterns that fit no table. Slots are not checked: optimizers make them at their first step.
-
-        Raises
-        ------
-        OptionError
-            Naming the pattern and the tables of the model.
-        """
+        """Refuse patterns that fit no table. Slots are not checked: optimizers make them at their first step."""
         for pattern in self._by_pattern:
             if not any(fnmatch.fnmatchcase(table, _table_and_slot(pattern)[0]) for table in tables):
                 raise OptionError(
@@ -192,10 +174,7 @@ class StateWidths:
         They are to be logged rather than refused: a later step may make the slot, and a refused save loses more than
         a width.
 
-        Parameters
-        ----------
-        find
-            Gives, by table, the slots that optimizers have made so far. Called only while a pattern fits none.
+        `find`: gives, by table, the slots that optimizers have made so far. Called only while a pattern fits none.
         """
         if not self._unmatched:
             return {}

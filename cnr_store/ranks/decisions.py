@@ -20,14 +20,9 @@ FOREVER_SECONDS = 1e9
 class Watch:
     """How long the beats of ranks have stood still, in time that this rank itself was awake.
 
-    Parameters
-    ----------
-    keyvalue
-        The keys that the ranks share.
-    prefix
-        What begins the keys of beats.
-    timeout_seconds
-        How long a rank may make no progress.
+    `keyvalue`: the keys that the ranks share.
+    `prefix`: what begins the keys of beats.
+    `timeout_seconds`: how long a rank may make no progress.
     """
 
     def __init__(self, keyvalue: KeyValue, prefix: str, timeout_seconds: float) -> None:
@@ -62,16 +57,10 @@ class Watch:
 class Beats:
     """The beats of one rank.
 
-    Parameters
-    ----------
-    keyvalue
-        The keys that the ranks share.
-    prefix
-        What begins the keys of beats.
-    rank
-        This rank.
-    timeout_seconds
-        How long others wait for a beat.
+    `keyvalue`: the keys that the ranks share.
+    `prefix`: what begins the keys of beats.
+    `rank`: this rank.
+    `timeout_seconds`: how long others wait for a beat.
     """
 
     def __init__(self, keyvalue: KeyValue, prefix: str, rank: int, timeout_seconds: float) -> None:
@@ -131,23 +120,13 @@ class Decisions:
     Each rank writes its document, rank 0 reads them and writes the verdict, the others read that. A verdict is
     written once, by `KeyValue.compare_set`: where others have given up rank 0, it finds their verdict and believes it.
 
-    Parameters
-    ----------
-    keyvalue
-        Keys that nobody else uses.
-    rank, world
-        The number of this rank, and of all ranks.
-    timeout_seconds
-        How long rank 0 waits for the others while they make no progress.
-    prefix
-        What begins the keys.
+    `keyvalue`: keys that nobody else uses.
+    `rank`, `world`: the number of this rank, and of all ranks.
+    `timeout_seconds`: how long rank 0 waits for the others while they make no progress.
+    `prefix`: what begins the keys.
 
-    Attributes
-    ----------
-    number
-        How many decisions there were.
-    beats
-        Tell the others that this rank, which they wait for, makes progress.
+    `number`: how many decisions there were.
+    `beats`: tell the others that this rank, which they wait for, makes progress.
     """
 
     def __init__(
@@ -181,12 +160,8 @@ class Decisions:
     def refuse(self, phase: str, reason: str) -> None:
         """Fail the next decision of all ranks, which this one will not come to.
 
-        Parameters
-        ----------
-        phase
-            What this rank was about to do.
-        reason
-            Why it does not.
+        `phase`: what this rank was about to do.
+        `reason`: why it does not.
         """
         self.number += 1
         self._refuse(phase, reason)

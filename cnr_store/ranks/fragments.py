@@ -35,48 +35,25 @@ _OFFSET = np.dtype("<u4")
 
 @dataclass(frozen=True, eq=False)
 class EncodedChunk:
-    """A chunk, or a part of its rows, as a payload.
+    """A chunk, or a part of its rows, as a payload."""
 
-    Attributes
-    ----------
-    write
-        Index of the array among those that the version writes.
-    shard, slot
-        The shard, and the chunk inside it.
-    payload
-        Encoded rows.
-    """
-
-    write: int
-    shard: int
+    write: int  # index of the array among those that the version writes
+    shard: int  # shard, slot: the shard, and the chunk inside it
     slot: int
-    payload: BytesLike
+    payload: BytesLike  # encoded rows
 
 
 @dataclass(frozen=True, eq=False)
 class RawRows:
-    """Some columns of some rows of a chunk.
+    """Some columns of some rows of a chunk."""
 
-    Attributes
-    ----------
-    write
-        Index of the array among those that the version writes.
-    shard, slot
-        The shard, and the chunk inside it.
-    first_column
-        Of the values.
-    offsets
-        uint32 (n,) ascending: the rows within the chunk.
-    values
-        (n, columns) in C order. Unpacked ones are uint8 (n, bytes of a row's values); `view` gives them the dtype of
-        the array, which receivers know.
-    """
-
-    write: int
-    shard: int
+    write: int  # index of the array among those that the version writes
+    shard: int  # shard, slot: the shard, and the chunk inside it
     slot: int
-    first_column: int
-    offsets: npt.NDArray[np.uint32]
+    first_column: int  # of the values
+    offsets: npt.NDArray[np.uint32]  # uint32 (n,) ascending: the rows within the chunk
+    # (n, columns) in C order. Unpacked ones are uint8 (n, bytes of a row's values); `view` gives them the dtype of the
+    # array, which receivers know.
     values: npt.NDArray[Any]
 
 
@@ -84,13 +61,7 @@ Fragment: TypeAlias = EncodedChunk | RawRows
 
 
 def pack(fragments: Sequence[Fragment]) -> list[BytesLike]:
-    """The pieces of a message, in order. Payloads and values are not copied.
-
-    Raises
-    ------
-    ValueError
-        Raw rows have another number of offsets than of rows.
-    """
+    """The pieces of a message, in order. Payloads and values are not copied."""
     entries, bodies = bytearray(), list[BytesLike]()
     for fragment in fragments:
         where = fragment.write, fragment.shard, fragment.slot
@@ -123,15 +94,7 @@ def _rows_and_size(raw: RawRows) -> tuple[int, int]:
 def unpack(data: BytesLike) -> list[Fragment]:
     """The fragments of a message, as views of it.
 
-    Parameters
-    ----------
-    data
-        The whole message. It must stay as it is while the fragments are in use.
-
-    Raises
-    ------
-    ValueError
-        The message is garbled or cut, or holds what `pack` does not write.
+    `data`: the whole message. It must stay as it is while the fragments are in use.
     """
     message = _flat(data)
     count = _check_head(message)

@@ -24,17 +24,10 @@ Piece: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 class LostRankError(RanksError):
     """The connection to a rank broke in an exchange.
 
-    Parameters
-    ----------
-    rank
-        Which one.
-    message
-        What broke it.
+    `rank`: which one.
+    `message`: what broke it.
 
-    Attributes
-    ----------
-    rank
-        As given.
+    `rank`: as given.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -47,47 +40,23 @@ class Group(ABC):
 
     All ranks call `decide`, `gather`, `sum`, `either` and `broadcast` from the training thread, in the same order.
     `exchange` is called from a background thread, in the same rounds on all ranks, and may run beside the others.
-
-    Attributes
-    ----------
-    rank
-        The number of this process, from 0.
-    world
-        The number of ranks.
-    timeout_seconds
-        How long a rank that does not come or makes no progress is waited for.
-    keyvalue
-        The keys that the ranks share, for `cnr_store.ranks.protocol.SaveRound`.
     """
 
-    rank: int
-    world: int
-    timeout_seconds: float
-    keyvalue: KeyValue
+    rank: int  # the number of this process, from 0
+    world: int  # the number of ranks
+    timeout_seconds: float  # how long a rank that does not come or makes no progress is waited for
+    keyvalue: KeyValue  # the keys that the ranks share, for `cnr_store.ranks.protocol.SaveRound`
 
     @abstractmethod
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
         """Decide alike on all ranks.
 
-        Parameters
-        ----------
-        phase
-            What the ranks are about to do, such as ``"save"``. Ranks that are in different phases fail at once.
-        said
-            What this rank has to say.
-        judge
-            Makes the verdict of all documents, in rank order. Rank 0 runs it. A `CheckpointError` that it raises is
-            raised on every rank.
+        `phase`: what the ranks are about to do, such as ``"save"``. Ranks that are in different phases fail at once.
+        `said`: what this rank has to say.
+        `judge`: makes the verdict of all documents, in rank order. Rank 0 runs it. A `CheckpointError` that it raises
+        is raised on every rank.
 
-        Returns
-        -------
-        Mapping
-            The verdict, the same on all ranks.
-
-        Raises
-        ------
-        RanksError
-            Ranks did not answer in time, or are in another phase. All that called raise the same.
+        Returns: the verdict, the same on all ranks.
         """
 
     def gather(self, phase: str, said: Document) -> list[Document]:
@@ -101,12 +70,8 @@ class Group(ABC):
     def refuse(self, phase: str, reason: str) -> None:  # noqa: B027 - one rank alone has nobody to tell
         """Fail the next decision on the other ranks at once, because this rank does not come to it.
 
-        Parameters
-        ----------
-        phase
-            What this rank was about to do.
-        reason
-            Why it does not.
+        `phase`: what this rank was about to do.
+        `reason`: why it does not.
         """
 
     def break_off(self) -> None:  # noqa: B027 - as above
@@ -115,12 +80,8 @@ class Group(ABC):
     def working(self, phase: str, progress: Callable[[], int]) -> AbstractContextManager[None]:
         """Have ranks that wait in a decision for this one wait on while the block makes progress.
 
-        Parameters
-        ----------
-        phase
-            What the block does.
-        progress
-            Gives another number whenever something was done. Called on another thread.
+        `phase`: what the block does.
+        `progress`: gives another number whenever something was done. Called on another thread.
         """
         return nullcontext()
 
@@ -146,27 +107,13 @@ class Group(ABC):
     ) -> dict[int, memoryview]:
         """Send a message to each of some ranks, and receive one from each of some others.
 
-        Parameters
-        ----------
-        messages
-            Per receiving rank, the pieces of its message, which arrives as one. May hold this rank itself.
-        expected
-            The ranks that have a message for this one.
-        number
-            The number of the save. Messages of one save never reach an exchange of another.
-        still_alive
-            Called many times a second while waiting, such as a `SaveRound.beat`. What it raises ends the exchange.
-            Without it, an exchange ends after ``timeout_seconds`` without a message.
+        `messages`: per receiving rank, the pieces of its message, which arrives as one. May hold this rank itself.
+        `expected`: the ranks that have a message for this one.
+        `number`: the number of the save. Messages of one save never reach an exchange of another.
+        `still_alive`: called many times a second while waiting, such as a `SaveRound.beat`. What it raises ends the
+        exchange. Without it, an exchange ends after ``timeout_seconds`` without a message.
 
-        Returns
-        -------
-        dict
-            Per sending rank, its message.
-
-        Raises
-        ------
-        RanksError
-            A rank died (`LostRankError`) or sent nothing in time. No exchange works then until the next `decide`.
+        Returns: per sending rank, its message.
         """
 
     @abstractmethod

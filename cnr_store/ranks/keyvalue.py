@@ -32,12 +32,8 @@ class KeyValue(Protocol):
 class MemoryKeyValue:
     """Keys within one process, for ranks that are threads.
 
-    Attributes
-    ----------
-    requests
-        Calls so far.
-    sent_bytes
-        Bytes of the values written and read so far.
+    `requests`: calls so far.
+    `sent_bytes`: bytes of the values written and read so far.
     """
 
     def __init__(self) -> None:

@@ -30,35 +30,19 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """The shards of one array that a version holds.
+    """The shards of one array that a version holds."""
 
-    Attributes
-    ----------
-    placement
-        Of the array.
-    shard_rows
-        Rows of a shard; the last one may have fewer.
-    shard_bytes
-        float64 (shards,): the encoded bytes expected of each shard; 0 where nothing is written.
-    """
-
-    placement: Placement
-    shard_rows: int
+    placement: Placement  # of the array
+    shard_rows: int  # rows of a shard; the last one may have fewer
+    # float64 (shards,): the encoded bytes expected of each shard; 0 where nothing is written
     shard_bytes: npt.NDArray[np.float64]
 
 
 class _Holders(NamedTuple):
-    """Who holds rows of a shard.
+    """Who holds rows of a shard."""
 
-    Attributes
-    ----------
-    ranks
-        int64 (n,) ascending.
-    cells
-        int64 (n,): how many of the shard's values each of them holds; None if all hold as many.
-    """
-
-    ranks: npt.NDArray[np.int64]
+    ranks: npt.NDArray[np.int64]  # int64 (n,) ascending
+    # int64 (n,): how many of the shard's values each of them holds; None if all hold as many
     cells: npt.NDArray[np.int64] | None
 
 
@@ -78,17 +62,10 @@ def assign(shares: Sequence[Share], world: int) -> list[npt.NDArray[np.int32]]:
     come first. The holder with the least bytes so far gets the shard, or one with more of its rows whose bytes stay
     within `SLACK` of that. At last, ranks with more than `LIMIT` times the mean pass on what others can take.
 
-    Parameters
-    ----------
-    shares
-        The same on all ranks, in the same order.
-    world
-        The number of ranks.
+    `shares`: the same on all ranks, in the same order.
+    `world`: the number of ranks.
 
-    Returns
-    -------
-    list
-        int32 (shards,) for each share: the owners; -1 where nothing is written.
+    Returns: int32 (shards,) for each share: the owners; -1 where nothing is written.
     """
     written = [shard for array, share in enumerate(shares) for shard in _written(array, share)]
     written.sort(key=lambda shard: (len(shard.holders.ranks), -shard.nbytes, shard.array, shard.number))
@@ -171,12 +148,8 @@ def _relieve(
 def supplier(ranks: Sequence[int], owner: int, shard: int) -> int:
     """Who gives a span's rows of a shard to the shard's owner: the owner itself, or one of the replicas.
 
-    Parameters
-    ----------
-    ranks
-        Of the span, ascending.
-    owner, shard
-        The shard and who writes it. Neighbouring shards and owners are spread over the replicas.
+    `ranks`: of the span, ascending.
+    `owner`, `shard`: the shard and who writes it. Neighbouring shards and owners are spread over the replicas.
     """
     at = bisect_left(ranks, owner)
     if at < len(ranks) and ranks[at] == owner:
@@ -191,12 +164,8 @@ def few_owners(nbytes: int, world: int) -> range:
 
     Each of them gets a message of every rank. So there are as many as the bytes need, and not more with more ranks.
 
-    Parameters
-    ----------
-    nbytes
-        Of the arrays.
-    world
-        How many ranks there are.
+    `nbytes`: of the arrays.
+    `world`: how many ranks there are.
     """
     count = min(world, max(FEW_OWNERS, -(-nbytes // OWNER_BYTES)))
     return range(0, world, world // count)[:count]
@@ -205,12 +174,8 @@ def few_owners(nbytes: int, world: int) -> range:
 def split_by_size(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Give each object an owner, so that bytes spread evenly: the largest first, to who has the least so far.
 
-    Parameters
-    ----------
-    sizes
-        In bytes. Empty objects are spread, too.
-    ranks
-        Who may own objects.
+    `sizes`: in bytes. Empty objects are spread, too.
+    `ranks`: who may own objects.
     """
     owners = [-1] * len(sizes)
     heap = [(0, 0, rank) for rank in sorted(ranks)]

@@ -30,35 +30,19 @@ class Piece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Columns of a band.
+    """Columns of a band."""
 
-    Attributes
-    ----------
-    first_column, columns
-        Which columns.
-    ranks
-        Ascending: all of them hold these columns of the band's rows.
-    """
-
-    first_column: int
+    first_column: int  # first_column, columns: which columns
     columns: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ascending: all of them hold these columns of the band's rows
 
 
 class Band(NamedTuple):
-    """Rows that are cut alike in columns.
+    """Rows that are cut alike in columns."""
 
-    Attributes
-    ----------
-    first_row, rows
-        Which rows.
-    spans
-        Ascending. They cover all columns.
-    """
-
-    first_row: int
+    first_row: int  # first_row, rows: which rows
     rows: int
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # ascending. They cover all columns.
 
     @property
     def end_row(self) -> int:
@@ -90,32 +74,15 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Who holds which part of a table.
+    """Who holds which part of a table."""
 
-    Attributes
-    ----------
-    name
-        Of the table, for messages.
-    shape
-        (rows, columns).
-    bands
-        Ascending. They cover all rows.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    bands: tuple[Band, ...]
+    name: str  # of the table, for messages
+    shape: tuple[int, int]  # (rows, columns)
+    bands: tuple[Band, ...]  # ascending. They cover all rows.
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, int], pieces: Iterable[Piece]) -> Self:
-        """Join the pieces of all ranks. Their order does not matter; equal boxes on several ranks are replicas.
-
-        Raises
-        ------
-        UnsupportedModelError
-            Pieces that overlap without being equal, that leave a gap, lie outside of the table, or cut its rows
-            differently in different columns.
-        """
+        """Join the pieces of all ranks. Their order does not matter; equal boxes on several ranks are replicas."""
         # By rows first, so that the pieces of a band stand together; then by columns, for those of a span.
         ordered = sorted(pieces)
         _check_inside(name, shape, ordered)

@@ -27,16 +27,10 @@ class SaveRound:
     Any rank may `fail`; the first failure wins, and every later call but `outcome` raises it on every rank. A rank
     whose beats stop for ``timeout_seconds`` has failed, too: rank 0 watches all that have not voted, all watch rank 0.
 
-    Parameters
-    ----------
-    keyvalue
-        The keys that the ranks share.
-    rank, world
-        The number of this rank, and of all ranks.
-    number
-        The number of the save, alike on all ranks and never used twice.
-    timeout_seconds
-        How long a rank may make no progress.
+    `keyvalue`: the keys that the ranks share.
+    `rank`, `world`: the number of this rank, and of all ranks.
+    `number`: the number of the save, alike on all ranks and never used twice.
+    `timeout_seconds`: how long a rank may make no progress.
     """
 
     def __init__(
@@ -86,10 +80,7 @@ class SaveRound:
     def beat(self, phase: str) -> None:
         """Tell that this rank makes progress, or waits and is well; then `check`. Cheap to call often.
 
-        Parameters
-        ----------
-        phase
-            What it works on. An error names the last phase of a rank that is gone.
+        `phase`: what it works on. An error names the last phase of a rank that is gone.
         """
         with self._lock:
             with self._heard(phase):
@@ -128,26 +119,17 @@ class SaveRound:
     def fail(self, phase: str, message: str, kind: str = "") -> None:
         """Tell every rank that this one failed. Only the first failure of all ranks counts.
 
-        Parameters
-        ----------
-        phase
-            What it worked on.
-        message
-            Why it failed.
-        kind
-            The class of the error.
+        `phase`: what it worked on.
+        `message`: why it failed.
+        `kind`: the class of the error.
         """
         self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}", "kind": kind})
 
     def lose(self, rank: int, message: str) -> None:
         """Tell every rank that another one is gone, and what it last worked on.
 
-        Parameters
-        ----------
-        rank
-            Which one.
-        message
-            How this rank knows.
+        `rank`: which one.
+        `message`: how this rank knows.
         """
         with suppress(RanksError):  # as in `fail`
             value = self._keys.get(f"{self._prefix}/beat/{rank}")
@@ -180,10 +162,7 @@ class SaveRound:
     def outcome(self) -> Document | None:
         """Other ranks: wait for what came of the save, also after a failure.
 
-        Returns
-        -------
-        Mapping or None
-            None where rank 0 made no progress for ``timeout_seconds``, or the store does not answer.
+        Returns: None where rank 0 made no progress for ``timeout_seconds``, or the store does not answer.
         """
         try:
             for _ in pauses(FOREVER_SECONDS):

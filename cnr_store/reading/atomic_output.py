@@ -37,14 +37,8 @@ IsEarlier = Callable[[Backend, Collection[str]], bool]
 
 @contextmanager
 def new_file(target: Target, overwrite: bool, options: Mapping[str, Any]) -> Iterator[IO[bytes]]:
-    """A file to write. It appears at `target` when the block ends without an error; a pipe or a device is written to.
-
-    Raises
-    ------
-    OptionError
-        The target exists and is not to be overwritten, or can't be a file.
-    StorageError
-        The target can't be written.
+    """A file to write. It appears at `target` when the block ends without an error; a pipe or a device is
+    written to.
     """
     if isinstance(target, Store):
         raise OptionError("a Zarr store can't hold a file: give a path or a URL")
@@ -86,13 +80,6 @@ def new_folder(
     """A folder to write. On this machine it appears at `target` when the block ends without an error.
 
     Elsewhere it is the target itself. Files there whose names have this `ending` are removed first.
-
-    Raises
-    ------
-    OptionError
-        As from `new_file`, or what is to be replaced is no earlier export.
-    StorageError
-        As from `new_file`.
     """
     path = _local_path(target, options)
     with _storage_errors(target):
@@ -137,21 +124,10 @@ def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[st
 
     What can't be opened or listed is left to whoever writes there, who says what is wrong with it.
 
-    Parameters
-    ----------
-    target
-        Where the export is to go.
-    store
-        The URL of the store that is exported, as its backend tells it.
-    overwrite
-        Whether everything at the target is to be replaced. Then no other store may lie there either.
-    options
-        For the target's filesystem.
-
-    Raises
-    ------
-    OptionError
-        It is one of these.
+    `target`: where the export is to go.
+    `store`: the URL of the store that is exported, as its backend tells it.
+    `overwrite`: whether everything at the target is to be replaced. Then no other store may lie there either.
+    `options`: for the target's filesystem.
     """
     backend: Backend | None = None
     try:

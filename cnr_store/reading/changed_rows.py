@@ -37,18 +37,10 @@ BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Unshared:
-    """Records of the versions that lie on the walks before all walks meet. None of them is whole.
+    """Records of the versions that lie on the walks before all walks meet. None of them is whole."""
 
-    Attributes
-    ----------
-    own
-        Those on the newer version's walk, newest first.
-    others
-        Those on the other walks, newest first.
-    """
-
-    own: tuple[Record, ...]
-    others: tuple[Record, ...]
+    own: tuple[Record, ...]  # those on the newer version's walk, newest first
+    others: tuple[Record, ...]  # those on the other walks, newest first
 
 
 def find_unshared(catalog: Catalog, record: Record, path: str, held: Sequence[Record]) -> Unshared | None:
@@ -96,15 +88,7 @@ def changed_rows(
     Reads in proportion to the rows that the unshared versions wrote: their chunks, and those chunks of the shared
     chain that hold rows which only `others` wrote, or which rows are relative to that were not `seen`.
 
-    Parameters
-    ----------
-    seen
-        Codes in the version where all walks meet.
-
-    Raises
-    ------
-    CorruptionError, FormatError, VersionNotFoundError
-        An object is lost or damaged, or was deleted meanwhile.
+    `seen`: codes in the version where all walks meet.
     """
     reader = ArrayReader(catalog, record, path)
     own = [open_link(catalog, each, path) for each in unshared.own]

@@ -22,20 +22,9 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
     ``fsspec.url_to_fs("cnr://PATH::URL", version=..., s3={...})`` makes one: the store is at ``URL``, and its
     options stand under its protocol, as in all chained URLs. "latest" is resolved at that moment.
 
-    Parameters
-    ----------
-    fo
-        Where the store is: a URL, a path or a Zarr store; or the result of `cnr_store.view`.
-    target_protocol, target_options
-        Protocol of `fo`, if it is a bare path, and storage options.
-    version
-        An id, a step, a `VersionInfo`, or "latest".
-
-    Raises
-    ------
-    OptionError
-        No store is given.
-    cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError
+    `fo`: where the store is: a URL, a path or a Zarr store; or the result of `cnr_store.view`.
+    `target_protocol`, `target_options`: protocol of `fo`, if it is a bare path, and storage options.
+    `version`: an id, a step, a `VersionInfo`, or "latest".
     """
 
     protocol: ClassVar[str] = "cnr"
@@ -77,24 +66,14 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         return str(self._strip_protocol(path))[1:]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Name, size in bytes and type of an object or a folder.
-
-        Raises
-        ------
-        cnr_backends.ObjectNotFoundError
-        """
+        """Name, size in bytes and type of an object or a folder."""
         name, key = self._strip_protocol(path), self._key(path)
         if not key or next(iter(self.store.names(key)), None) is not None:
             return {"name": name, "size": 0, "type": "directory"}
         return {"name": name, "size": self.store.require(key, "get"), "type": "file"}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """The objects and folders immediately under a folder, or the object itself.
-
-        Raises
-        ------
-        cnr_backends.ObjectNotFoundError
-        """
+        """The objects and folders immediately under a folder, or the object itself."""
         info = self.info(path)
         name = info["name"]
         if info["type"] == "file":
@@ -103,12 +82,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         return [self.info(child) for child in children] if detail else children
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Bytes of an object, or a slice of them. Only the rows of the slice are fetched and decoded.
-
-        Raises
-        ------
-        cnr_backends.ObjectNotFoundError, CorruptionError, cnr_backends.StorageError
-        """
+        """Bytes of an object, or a slice of them. Only the rows of the slice are fetched and decoded."""
         key = self._key(path)
         try:
             first, last, _step = slice(start, end).indices(self.store.require(key, "get"))

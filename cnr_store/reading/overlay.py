@@ -150,13 +150,9 @@ class Overlay(VirtualStore):
 
     Its memory is bounded by the chunks being read and `CACHED_BYTES`.
 
-    Parameters
-    ----------
-    catalog, record
-        The store and the version in it.
-    chunk_rows
-        By path, rows of a chunk that readers see. By default those of the whole link of the array's chain, within
-        `CHUNK_BYTES`. Given where other processes already see the arrays with these chunks.
+    `catalog`, `record`: the store and the version in it.
+    `chunk_rows`: by path, rows of a chunk that readers see. By default those of the whole link of the array's chain,
+    within `CHUNK_BYTES`. Given where other processes already see the arrays with these chunks.
     """
 
     def __init__(
@@ -299,12 +295,8 @@ class Overlay(VirtualStore):
 class _ComposedChunks:
     """Chunks of rows that are composed from the links of an array's chain.
 
-    Attributes
-    ----------
-    counts
-        Chunks along each axis. Arrays are cut along the first one only.
-    nbytes
-        Size of each chunk.
+    `counts`: chunks along each axis. Arrays are cut along the first one only.
+    `nbytes`: size of each chunk.
     """
 
     def __init__(self, reader: ArrayReader, chunk_rows: int) -> None:

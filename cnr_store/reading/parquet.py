@@ -29,13 +29,7 @@ _TAIL = 8
 def write_tables(
     catalog: Catalog, record: Record, target: Target, overwrite: bool, options: dict[str, Any]
 ) -> None:
-    """Write one file a table into a folder, with the columns ``row`` and ``weight``. Memory holds pieces in flight.
-
-    Raises
-    ------
-    OptionError, CorruptionError, StorageError
-        As from `cnr_store.export`.
-    """
+    """Write one file a table into a folder, with the columns ``row`` and ``weight``. Memory holds pieces in flight."""
     if isinstance(target, Store):
         raise OptionError("a Zarr store can't hold Parquet files: give a path or a URL")
     paths = {path: name for name, path in model_arrays(record).items() if record.arrays[path].kind != "dense"}

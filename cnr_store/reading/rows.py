@@ -71,13 +71,7 @@ def rows(
 
 
 def read_array(catalog: Catalog, record: Record, path: str, ids: NDArray[np.int64] | None = None) -> Array:
-    """Rows of an array of a version, or, without `ids`, all of it. Numbers of bfloat16 come as float32.
-
-    Raises
-    ------
-    OptionError
-        It is a dense tensor of another type that numpy lacks.
-    """
+    """Rows of an array of a version, or, without `ids`, all of it. Numbers of bfloat16 come as float32."""
     array = zarr.open_array(Overlay(catalog, record), path=path, mode="r")
     torch_dtype = array.attrs.get("torch_dtype") if record.arrays[path].kind == "dense" else None
     if torch_dtype not in (None, "bfloat16"):
@@ -89,13 +83,7 @@ def read_array(catalog: Catalog, record: Record, path: str, ids: NDArray[np.int6
 
 
 def find_array(record: Record, name: str) -> str:
-    """The path of the array that users call `name`.
-
-    Raises
-    ------
-    OptionError
-        The version has none; the message has names that are like it.
-    """
+    """The path of the array that users call `name`."""
     known = array_names(record)
     if name in known:
         return known[name]

@@ -38,18 +38,9 @@ def app(url: Url, version: Version = "latest", **storage_options: Any) -> Starle
     It answers GET and HEAD, single byte ranges, and entity tags. Every web page may read what it serves (CORS), as
     viewers in browsers need that.
 
-    Parameters
-    ----------
-    url
-        Any fsspec URL, a path, or a Zarr store.
-    version
-        An id, a `VersionInfo`, a step, or ``latest``.
-    storage_options
-        For the filesystem, as in fsspec.
-
-    Raises
-    ------
-    cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
+    `url`: any fsspec URL, a path, or a Zarr store.
+    `version`: an id, a `VersionInfo`, a step, or ``latest``.
+    `storage_options`: for the filesystem, as in fsspec.
     """
     objects = _Objects(view(url, version, **storage_options))
     cors = Middleware(
@@ -82,24 +73,11 @@ def serve(
 
     There is no access control. By default only this machine can connect.
 
-    Parameters
-    ----------
-    url
-        Any fsspec URL, a path, or a Zarr store.
-    version
-        An id, a `VersionInfo`, a step, or ``latest``.
-    host, port
-        Where to listen.
-    storage_options
-        For the filesystem, as in fsspec.
-    ready
-        Called with the port once clients can connect.
-
-    Raises
-    ------
-    OptionError
-        The port is in use, or the host is no address of this machine.
-    cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
+    `url`: any fsspec URL, a path, or a Zarr store.
+    `version`: an id, a `VersionInfo`, a step, or ``latest``.
+    `host`, `port`: where to listen.
+    `storage_options`: for the filesystem, as in fsspec.
+    `ready`: called with the port once clients can connect.
     """
     application = app(url, version, storage_options=storage_options)
     server = uvicorn.Server(uvicorn.Config(application, host=host, port=port, lifespan="off", ws="none"))
@@ -126,22 +104,10 @@ def serving(
 ) -> Iterator[str]:
     """Serve one version from a thread until the ``with`` block ends. Yields the address, ``http://HOST:PORT``.
 
-    Parameters
-    ----------
-    url
-        Any fsspec URL, a path, or a Zarr store.
-    version
-        An id, a `VersionInfo`, a step, or ``latest``.
-    host, port
-        Where to listen; port 0 takes a free one.
-    storage_options
-        For the filesystem, as in fsspec.
-
-    Raises
-    ------
-    OSError
-        The port is in use.
-    cnr_backends.OpenError, EmptyStoreError, VersionNotFoundError, FormatError, CorruptionError
+    `url`: any fsspec URL, a path, or a Zarr store.
+    `version`: an id, a `VersionInfo`, a step, or ``latest``.
+    `host`, `port`: where to listen; port 0 takes a free one.
+    `storage_options`: for the filesystem, as in fsspec.
     """
     application = app(url, version, storage_options=storage_options)
     server = uvicorn.Server(

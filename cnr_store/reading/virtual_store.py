@@ -28,15 +28,7 @@ class VirtualStore(Store):
     Several threads call them at once. In one process at most eight objects are being read at any time, whatever the
     number of stores and callers.
 
-    Parameters
-    ----------
-    read_only
-        Must be True; Zarr passes it.
-
-    Raises
-    ------
-    OptionError
-        `read_only` is False.
+    `read_only`: must be True; Zarr passes it.
     """
 
     supports_writes = False
@@ -61,13 +53,7 @@ class VirtualStore(Store):
         """Bytes start ... stop - 1 of an object that exists; 0 <= start <= stop <= its size."""
 
     def require(self, key: str, operation: str) -> int:
-        """Size in bytes of the object at a key.
-
-        Raises
-        ------
-        cnr_backends.ObjectNotFoundError
-            There is none. `operation` is what was to be done with it.
-        """
+        """Size in bytes of the object at a key."""
         nbytes = self.nbytes(key)
         if nbytes is None:
             raise ObjectNotFoundError(

@@ -37,15 +37,9 @@ log = logging.getLogger("cnr_store")
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads versions in place, and lets the saves of `saves` continue them. No save may be under way.
+    """Loads versions in place, and lets the saves of `saves` continue them. No save may be under way."""
 
-    Attributes
-    ----------
-    backend
-        That `catalog` reads through.
-    """
-
-    backend: PatientBackend
+    backend: PatientBackend  # that `catalog` reads through
     catalog: Catalog
     trained: TrainedModel
     options: Options
@@ -54,12 +48,7 @@ class Loader:
 
     @staticmethod
     def check_options(fallback: bool, selection: Selection) -> None:
-        """Refuse options that contradict each other.
-
-        Raises
-        ------
-        OptionError
-        """
+        """Refuse options that contradict each other."""
         if fallback and not selection.whole:
             raise OptionError(
                 "fallback=True works only for complete loads: leave tables, tensors, rows and strict out"
@@ -102,12 +91,7 @@ class Loader:
             self.catalog.shared = None
 
     def _agree(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> None:
-        """Check that all ranks load the same: the next save goes by what each of them has loaded.
-
-        Raises
-        ------
-        OptionError
-        """
+        """Check that all ranks load the same: the next save goes by what each of them has loaded."""
         if self.group.world == 1:
             return
         said = {

@@ -34,12 +34,7 @@ class State(NamedTuple):
 
 
 def check_planned(plan: Plan, planned: str, rank: int) -> None:
-    """Check that this rank plans what the first rank has, before it writes anything of it.
-
-    Raises
-    ------
-    SaveError
-    """
+    """Check that this rank plans what the first rank has, before it writes anything of it."""
     if plan.digest() != planned:
         raise SaveError(
             f"rank {rank} decided otherwise than rank 0 what the version of step {plan.step} holds, so it was not "
@@ -57,13 +52,7 @@ def put_state_parts(backend: Backend, version: str, plan: Plan, staged: Staged) 
 
 
 def put_state(backend: Backend, version: str, plan: Plan, staged: Staged) -> State:
-    """Put the state that all ranks share, which names the parts of each. Needs no vote, so it is not waited for.
-
-    Raises
-    ------
-    SaveError
-        More ranks save than readers accept.
-    """
+    """Put the state that all ranks share, which names the parts of each. Needs no vote, so it is not waited for."""
     here = staged.state_sha256
     parts = plan.state_sha256 or [here[rank] for rank in range(len(here))]
     if len(parts) > MAX_RANKS:
@@ -76,13 +65,7 @@ def put_state(backend: Backend, version: str, plan: Plan, staged: Staged) -> Sta
 def finish_record(
     backend: Backend, version: str, plan: Plan, staged: Staged, state: State, nonce: str
 ) -> Record:
-    """Put the manifest, and make the record that names it and the state.
-
-    Raises
-    ------
-    SaveError
-        A rank has put another part of the state than it said it would.
-    """
+    """Put the manifest, and make the record that names it and the state."""
     changed = [rank for rank, sha256 in enumerate(state.parts) if staged.state_sha256.get(rank) != sha256]
     if changed:
         raise SaveError(f"rank {changed[0]} put another part of the state than it had as the save began")
@@ -135,13 +118,7 @@ def _listed(values: Sequence[float]) -> Any:
 
 
 def commit(backend: Backend, record: Record) -> Record:
-    """Create the record's object, exclusively: from here on the version exists.
-
-    Raises
-    ------
-    SaveError
-        Readers would refuse the record. Nothing was created: they would fail at it in every listing.
-    """
+    """Create the record's object, exclusively: from here on the version exists."""
     data = encode_record(record)
     try:
         decode_record(data, record.id)
@@ -163,15 +140,9 @@ _TOLD = (
 
 @dataclass(frozen=True)
 class ToldRecord(Record):
-    """The record of a version, as the first rank tells of it: without Zarr documents, and sizes of single arrays.
+    """The record of a version, as the first rank tells of it: without Zarr documents, and sizes of single arrays."""
 
-    Attributes
-    ----------
-    told_shared_bytes
-        Its `shared_bytes`.
-    """
-
-    told_shared_bytes: int = 0
+    told_shared_bytes: int = 0  # its `shared_bytes`
 
     @property
     def shared_bytes(self) -> int:
@@ -188,12 +159,8 @@ def commit_document(record: Record) -> Document:
 def told_record(version: str, nonce: str, plan: Plan, staged: Staged, told: Document) -> Record:
     """The record of a version that the first rank has committed, without a read of the store.
 
-    Parameters
-    ----------
-    plan, staged
-        Of this rank, which has planned the same tables.
-    told
-        From `commit_document`.
+    `plan`, `staged`: of this rank, which has planned the same tables.
+    `told`: from `commit_document`.
     """
     moved = moved_nodes(plan.place())
     rows = {write.path: replace(write.entry, stored=moved.get(write.path)) for write in staged.rows}
@@ -219,19 +186,9 @@ def read_outcome(
 ) -> Record:
     """Wait for the outcome of a version, and return its record. It is read only if the first rank is silent.
 
-    Parameters
-    ----------
-    direct
-        The store without repetitions, to void the version if the first rank does not answer.
-    nonce
-        That the first rank has given the version.
-    plan, staged
-        What this rank has written.
-
-    Raises
-    ------
-    CheckpointError
-        The version was not committed; or it is not known whether it was, as the message says.
+    `direct`: the store without repetitions, to void the version if the first rank does not answer.
+    `nonce`: that the first rank has given the version.
+    `plan`, `staged`: what this rank has written.
     """
     told = team.round.outcome()
     if told is not None:

@@ -67,18 +67,11 @@ class _Shard:
 
 @dataclass(frozen=True)
 class Routes:
-    """Who writes each shard of a version, the same on all ranks.
+    """Who writes each shard of a version, the same on all ranks."""
 
-    Attributes
-    ----------
-    local
-        By path, int32 (shards,): the rank that has a shard whole and writes it; -1 for any other shard.
-    shared
-        All others.
-    """
-
+    # By path, int32 (shards,): the rank that has a shard whole and writes it; -1 for any other shard
     local: Mapping[str, Array]
-    shared: Sequence[_Shard]
+    shared: Sequence[_Shard]  # all others
 
     def local_of(self, rank: int) -> dict[str, list[int]]:
         """By path, the shards that a rank has whole: only of arrays of which it has some."""
@@ -95,12 +88,8 @@ class Routes:
 def find_routes(writes: Sequence[tuple[RowsWrite, Grid]], world: int) -> Routes:
     """Tell the shards that their owners hold whole from those that ranks share.
 
-    Parameters
-    ----------
-    writes
-        As for `Exchange`, by path.
-    world
-        How many ranks there are.
+    `writes`: as for `Exchange`, by path.
+    `world`: how many ranks there are.
     """
     shares = [_share(rows, grid) for rows, grid in writes]
     local, shared = dict[str, Array](), list[_Shard]()
@@ -131,12 +120,8 @@ class Assembled:
 class Exchange:
     """The shared shards of one version.
 
-    Parameters
-    ----------
-    peers
-        This rank and the others.
-    writes
-        Those that ranks share, each with how it is cut. All ranks have the same, in any order.
+    `peers`: this rank and the others.
+    `writes`: those that ranks share, each with how it is cut. All ranks have the same, in any order.
     """
 
     def __init__(self, peers: Peers, writes: Sequence[tuple[RowsWrite, Grid]]) -> None:
@@ -157,15 +142,7 @@ class Exchange:
     def run(self, seal: Callable[[str, int], int]) -> Iterator[Assembled]:
         """Exchange rows with the other ranks, and yield the shards that this one puts.
 
-        Parameters
-        ----------
-        seal
-            Gives a chunk's seal by its array's path and its first row.
-
-        Raises
-        ------
-        SaveError
-            Another rank sent what does not fit.
+        `seal`: gives a chunk's seal by its array's path and its first row.
         """
         for together in self._rounds():
             yield from self._run_round(together, seal)

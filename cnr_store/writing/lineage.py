@@ -57,30 +57,16 @@ class ArrayLine:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The committed version that the next one continues. Empty before the first.
+    """The committed version that the next one continues. Empty before the first."""
 
-    Attributes
-    ----------
-    version
-        Its id.
-    lines
-        By array path.
-    past
-        The last full version and the deltas since, as policies see them; None where there is none to build on.
-    restores
-        Loads that training has been through.
-    paths
-        Paths that the arrays of `version` lie under, by their plain ones.
-    why_alone
-        Why there are no chains although there were; "" if nothing is known of it.
-    """
-
-    version: str | None = None
-    lines: Mapping[str, ArrayLine] = field(default_factory=dict)
+    version: str | None = None  # its id
+    lines: Mapping[str, ArrayLine] = field(default_factory=dict)  # by array path
+    # The last full version and the deltas since, as policies see them; None where there is none to build on
     past: Past | None = None
-    restores: int = 0
+    restores: int = 0  # loads that training has been through
+    # Paths that the arrays of `version` lie under, by their plain ones
     paths: Mapping[str, str] = field(default_factory=dict)
-    why_alone: str = ""
+    why_alone: str = ""  # why there are no chains although there were; "" if nothing is known of it
 
     @property
     def versions(self) -> list[str]:
@@ -180,14 +166,9 @@ def check_parents(writes: Sequence[RowsWrite], backend: Backend, seed: int) -> N
     written absolute as well, without another try: that costs no more than bytes, and where what it would be relative to
     is damaged or lost, its rows outlive that. So no save fails because this can't read.
 
-    Parameters
-    ----------
-    writes
-        Of a delta. Of those that no row is to be relative of any more, all parents become unknown.
-    backend
-        Where the store is.
-    seed
-        Of the rows that are drawn.
+    `writes`: of a delta. Of those that no row is to be relative of any more, all parents become unknown.
+    `backend`: where the store is.
+    `seed`: of the rows that are drawn.
     """
     relative = [
         (each, each.codes) for each in writes if each.codes is not None and each.codes.parent is not None

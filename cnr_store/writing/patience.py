@@ -33,10 +33,7 @@ class Outage:
     It is over when the last of the operations that failed has succeeded. Once it has cost a save, only a commit ends
     it: storage that answers, and fails every save all the same, is not back.
 
-    Parameters
-    ----------
-    retry_seconds, clock
-        As in `Patience`.
+    `retry_seconds`, `clock`: as in `Patience`.
     """
 
     def __init__(self, retry_seconds: float, clock: Callable[[], float]) -> None:
@@ -110,31 +107,17 @@ class Patience:
 
     An operation that is pausing as haste comes is tried once more, right away.
 
-    Parameters
-    ----------
-    retry_seconds
-        How long an operation is repeated. 0 repeats nothing.
-    max_bytes_per_second
-        Of puts; None for no limit.
-    is_ending
-        Whether the process is about to end: then puts are not spaced out.
-    in_haste
-        Whether it can't wait for storage: then there is no pause before a retry.
-    clock, sleep
-        As `time.monotonic` and `time.sleep`.
+    `retry_seconds`: how long an operation is repeated. 0 repeats nothing.
+    `max_bytes_per_second`: of puts; None for no limit.
+    `is_ending`: whether the process is about to end: then puts are not spaced out.
+    `in_haste`: whether it can't wait for storage: then there is no pause before a retry.
+    `clock`, `sleep`: as `time.monotonic` and `time.sleep`.
 
-    Attributes
-    ----------
-    outage
-        What is known of storage that fails. It lasts from save to save.
-    training_waits
-        Training waits until the save has read the model: puts are not spaced out.
-    may_hold
-        Whether pauses before retries may make training wait so.
-    seconds_waited
-        In pauses of both kinds since `begin`; those of all threads add up.
-    on_pause
-        Called many times a second in pauses of both kinds, by whatever thread pauses. It must not raise.
+    `outage`: what is known of storage that fails. It lasts from save to save.
+    `training_waits`: training waits until the save has read the model: puts are not spaced out.
+    `may_hold`: whether pauses before retries may make training wait so.
+    `seconds_waited`: in pauses of both kinds since `begin`; those of all threads add up.
+    `on_pause`: called many times a second in pauses of both kinds, by whatever thread pauses. It must not raise.
     """
 
     def __init__(
@@ -217,14 +200,9 @@ class Patience:
 class PatientBackend(WrapperBackend):
     """Passes every operation on to another backend, with `patience`.
 
-    Attributes
-    ----------
-    seconds_putting
-        In operations that write; those of all threads add up.
-    bytes_read
-        That reads have returned.
-    operations
-        How many have succeeded.
+    `seconds_putting`: in operations that write; those of all threads add up.
+    `bytes_read`: that reads have returned.
+    `operations`: how many have succeeded.
     """
 
     def __init__(self, inner: Backend, patience: Patience) -> None:

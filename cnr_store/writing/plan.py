@@ -62,66 +62,39 @@ class EncodedRows(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank has of an array that several ranks share.
+    """What this rank has of an array that several ranks share."""
 
-    Attributes
-    ----------
-    first_row, rows
-        The rows.
-    columns
-        First column and number of columns of each part, in the order of the values that the source gives.
-    placement
-        What every rank has.
-    counts
-        (blocks,): the rows written of each `BLOCK_ROWS` rows, whoever has them; None for all.
-    """
-
-    first_row: int
+    first_row: int  # first_row, rows: the rows
     rows: int
+    # First column and number of columns of each part, in the order of the values that the source gives
     columns: tuple[tuple[int, int], ...]
-    placement: Placement
+    placement: Placement  # what every rank has
+    # (blocks,): the rows written of each `BLOCK_ROWS` rows, whoever has them; None for all
     counts: Counts | None
 
 
 @dataclass(frozen=True)
 class RowsWrite:
-    """Rows of one array to write.
+    """Rows of one array to write."""
 
-    Attributes
-    ----------
-    path, shape, element
-        Place in the version; (rows, dim) or (rows,); the payload's element type.
-    base
-        Version that the delta applies to; None for a whole array.
-    ids
-        (n,) int64 ascending: the rows written, of those that this rank has; None for all of them.
-    source, codec
-        Where their values come from and how they are encoded; or rows that this codec's kernels have quantized, of an
-        array of which this rank has all.
-    aliases
-        Other names of the same tensor in the model.
-    boundaries
-        As in `ArrayEntry`.
-    held
-        What this rank has of the array; None where it has all of it, and no other rank has any.
-    is_live
-        Whether the rows are still in the model, so that training waits until they are encoded.
-    codes
-        Those of rows that may be relative to the base; None where none may be.
-    """
-
+    # path, shape, element: place in the version; (rows, dim) or (rows,); the payload's element type
     path: str
     shape: tuple[int, ...]
     element: str
-    base: str | None
+    base: str | None  # version that the delta applies to; None for a whole array
+    # (n,) int64 ascending: the rows written, of those that this rank has; None for all of them
     ids: Array | None
+    # source, codec: where their values come from and how they are encoded; or rows that this codec's kernels have
+    # quantized, of an array of which this rank has all
     source: RowSource | EncodedRows
     codec: RowCodec
-    aliases: tuple[str, ...] = ()
-    boundaries: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()  # other names of the same tensor in the model
+    boundaries: tuple[int, ...] = ()  # as in `ArrayEntry`
+    # What this rank has of the array; None where it has all of it, and no other rank has any
     held: Held | None = None
+    # Whether the rows are still in the model, so that training waits until they are encoded
     is_live: bool = False
-    codes: RowCodes | None = None
+    codes: RowCodes | None = None  # those of rows that may be relative to the base; None where none may be
 
     def values(self, begin: int, end: int) -> Array:
         """Those of its source, which must not be encoded."""
@@ -132,12 +105,8 @@ class RowsWrite:
     def encode(self, values: Array, begin: int, offsets: Array | None, seal: int) -> bytes:
         """The payload of a chunk.
 
-        Parameters
-        ----------
-        values
-            The rows at positions from `begin` on of the write's ids.
-        offsets, seal
-            As for `RowCodec.encode_rows`.
+        `values`: the rows at positions from `begin` on of the write's ids.
+        `offsets`, `seal`: as for `RowCodec.encode_rows`.
         """
         rows, element = self.grid.chunk_rows, self.element
         if self.codes is None:
@@ -154,12 +123,8 @@ class RowsWrite:
     def encode_chunks(self, begin: int, end: int, firsts: Sequence[int], seals: Sequence[int]) -> list[bytes]:
         """The payloads of chunks that follow one another.
 
-        Parameters
-        ----------
-        begin, end
-            Positions in the write's ids of the first chunk's first row, and behind the last one's last.
-        firsts, seals
-            Position of each chunk's first row, and its seal, as for `RowCodec.encode_rows`.
+        `begin`, `end`: positions in the write's ids of the first chunk's first row, and behind the last one's last.
+        `firsts`, `seals`: position of each chunk's first row, and its seal, as for `RowCodec.encode_rows`.
         """
         rows = self.grid.chunk_rows
         # Chunks begin at multiples of their rows.
@@ -251,86 +216,43 @@ class DensePiece:
 
 @dataclass(frozen=True)
 class DenseWrite:
-    """A dense array to write whole.
+    """A dense array to write whole."""
 
-    Attributes
-    ----------
-    path
-        Place in the version.
-    values, torch_dtype
-        numpy values, and torch's name of their type where numpy has none.
-    aliases
-        Other names of the same tensor in the model.
-    is_here
-        Whether this rank puts it. Elsewhere only shape and type of the values count.
-    is_own
-        Whether no other rank knows of it.
-    pieces
-        What this rank has of an array that ranks share, whose values come together at `owner`. None where the values
-        are here.
-    owner
-        The rank that puts it, of those that share the plan.
-    """
-
-    path: str
-    values: Array
+    path: str  # place in the version
+    values: Array  # values, torch_dtype: numpy values, and torch's name of their type where numpy has none
     torch_dtype: str | None = None
-    aliases: tuple[str, ...] = ()
-    is_here: bool = True
-    is_own: bool = False
+    aliases: tuple[str, ...] = ()  # other names of the same tensor in the model
+    is_here: bool = True  # whether this rank puts it. Elsewhere only shape and type of the values count.
+    is_own: bool = False  # whether no other rank knows of it
+    # What this rank has of an array that ranks share, whose values come together at `owner`. None where the values are
+    # here.
     pieces: tuple[DensePiece, ...] | None = None
-    owner: int = 0
+    owner: int = 0  # the rank that puts it, of those that share the plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one version is to hold: plain data, made on the training thread.
+    """All that one version is to hold: plain data, made on the training thread."""
 
-    Attributes
-    ----------
-    step, metadata
-        The caller's.
-    previous
-        Version that training continued from, None for the first.
-    rows, moved, dense
-        Arrays to write.
-    state
-        As tagged JSON.
-    state_parts
-        By rank, what that one alone has of the state, as tagged JSON: where many ranks save, this one's.
-    state_sha256
-        Where many ranks save, for the first one: in rank order, the digests of what each of them alone has.
-    policy
-        The fields of the `Decision` that led to it, for the commit record.
-    needs
-        Every other version that reading this one may touch, newest first.
-    restores
-        Loads that training has been through.
-    parent_paths
-        Paths that the arrays of `previous` lie under, by their plain ones: what `previous` has stays there.
-    live_bytes
-        Bytes in memory of the rows that are still in the model.
-    live_threads
-        Threads that training does not need while it waits for these.
-    seconds
-        For the commit record, asked as it is made: how long training was held for this save, and all that it took.
-    """
-
-    step: int
-    previous: str | None
-    rows: Sequence[RowsWrite]
+    step: int  # step, metadata: the caller's
+    previous: str | None  # version that training continued from, None for the first
+    rows: Sequence[RowsWrite]  # rows, moved, dense: arrays to write
     dense: Sequence[DenseWrite]
-    state: Any
-    policy: Mapping[str, Any]
-    needs: tuple[str, ...] = ()
-    restores: int = 0
+    state: Any  # as tagged JSON
+    policy: Mapping[str, Any]  # the fields of the `Decision` that led to it, for the commit record
+    needs: tuple[str, ...] = ()  # every other version that reading this one may touch, newest first
+    restores: int = 0  # loads that training has been through
     metadata: Any = None
     moved: Sequence[MovedRows] = ()
+    # Paths that the arrays of `previous` lie under, by their plain ones: what `previous` has stays there
     parent_paths: Mapping[str, str] = field(default_factory=dict)
+    # By rank, what that one alone has of the state, as tagged JSON: where many ranks save, this one's
     state_parts: Mapping[int, Any] = field(default_factory=dict)
+    # Where many ranks save, for the first one: in rank order, the digests of what each of them alone has
     state_sha256: Sequence[str] = ()
-    live_bytes: int = 0
-    live_threads: int = 1
+    live_bytes: int = 0  # bytes in memory of the rows that are still in the model
+    live_threads: int = 1  # threads that training does not need while it waits for these
+    # For the commit record, asked as it is made: how long training was held for this save, and all that it took
     seconds: Callable[[], Mapping[str, float]] = dict
 
     def place(self) -> dict[str, str]:

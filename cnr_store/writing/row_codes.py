@@ -26,21 +26,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class RowCodes:
-    """The codes of the rows of one write.
+    """The codes of the rows of one write."""
 
-    Attributes
-    ----------
-    made
-        (n, columns): those that they get, noted as they are encoded; None where nobody asks for them.
-    parent
-        The codes of all rows held, as the delta's base has them; None if no row may be relative.
-    rows
-        (n,): where the rows lie in `parent`.
-    """
-
+    # (n, columns): those that they get, noted as they are encoded; None where nobody asks for them
     made: Codes | None
+    # The codes of all rows held, as the delta's base has them; None if no row may be relative
     parent: Codes | None = None
-    rows: RowIds | None = None
+    rows: RowIds | None = None  # (n,): where the rows lie in `parent`
 
     def known(self, begin: int, end: int) -> tuple[RowIds, Codes]:
         """Which of the rows at positions `begin` to `end` of the write have known parents, and their parents' codes."""
@@ -68,16 +60,11 @@ class RowCodes:
     ) -> bytes:
         """The payload of a chunk, as `RowCodec.encode_rows` makes it, with rows relative to their parents.
 
-        Parameters
-        ----------
-        codec
-            That of the write.
-        values, offsets, chunk_rows, element, seal
-            As for `encode_rows`.
-        begin
-            Position of the first of these rows in the write.
-        quantized
-            As for `LatticeRows.encode_over`, if codes were computed elsewhere: the codec is that of a grid then.
+        `codec`: that of the write.
+        `values`, `offsets`, `chunk_rows`, `element`, `seal`: as for `encode_rows`.
+        `begin`: position of the first of these rows in the write.
+        `quantized`: as for `LatticeRows.encode_over`, if codes were computed elsewhere: the codec is that of a grid
+        then.
         """
         own = codec if quantized and isinstance(codec, LatticeRows | FloatingRows) else relative_codec(codec)
         if own is None or grid_of(own) is None:
@@ -165,18 +152,11 @@ class CodeCache:
     ) -> RowCodes | None:
         """The codes for a write of an array; None if its codec has no relative rows, or rows are held in part only.
 
-        Parameters
-        ----------
-        path, codec, base
-            Of the write.
-        rows
-            (n,): the rows written, of those held; None for all.
-        first_row, shape
-            The first row held; how many rows and columns are.
-        parts
-            First column and number of columns of what is held; () where no other rank has any.
-        is_kept
-            Whether later deltas may depend on the version that is written.
+        `path`, `codec`, `base`: of the write.
+        `rows`: (n,): the rows written, of those held; None for all.
+        `first_row`, `shape`: the first row held; how many rows and columns are.
+        `parts`: first column and number of columns of what is held; () where no other rank has any.
+        `is_kept`: whether later deltas may depend on the version that is written.
         """
         self._writes.pop(path, None)  # of a save that was not committed
         own = relative_codec(codec)
@@ -197,12 +177,8 @@ class CodeCache:
     def commit(self, version: str, grids: Mapping[str, float | None]) -> None:
         """Keep the codes of a save that was committed. A second call may only forget some.
 
-        Parameters
-        ----------
-        version
-            What it was committed as.
-        grids
-            By path of an array of which rows were written: their grid, None if they have none in common.
+        `version`: what it was committed as.
+        `grids`: by path of an array of which rows were written: their grid, None if they have none in common.
         """
         for path, write in self._writes.items():
             made, grid = write.codes.made, grids.get(path)

@@ -49,16 +49,10 @@ _ENCODED_TOGETHER_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a version's arrays and groups lie.
-
-    Attributes
-    ----------
-    moved
-        Paths of arrays and groups by their plain ones, where the two differ.
-    """
+    """Where a version's arrays and groups lie."""
 
     version: str
-    moved: Mapping[str, str]
+    moved: Mapping[str, str]  # paths of arrays and groups by their plain ones, where the two differ
 
     def key(self, path: str, *parts: str) -> str:
         return layout.version_key(self.version, self.moved.get(path, path), *parts)
@@ -77,14 +71,9 @@ def stage(
 ) -> Staged:
     """Put every object of a version but its manifest, state and record; of many ranks, those that this one puts.
 
-    Parameters
-    ----------
-    transfer
-        Its threads encode; one worker alone is the calling thread. Puts have threads of their own.
-    peers
-        The ranks that share the plan's arrays; None where this process has them all.
-    rows_done
-        Called when no row is read from the model any more, while objects are still being put.
+    `transfer`: its threads encode; one worker alone is the calling thread. Puts have threads of their own.
+    `peers`: the ranks that share the plan's arrays; None where this process has them all.
+    `rows_done`: called when no row is read from the model any more, while objects are still being put.
     """
     dense, rows = joined(plan.dense, peers), find_steps(plan.rows, transfer, peers)
     plan = replace(plan, dense=dense, rows=rows)
@@ -127,20 +116,13 @@ def _exchange(peers: Peers, plan: Plan) -> Exchange:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Consecutive chunks of a shard, to be encoded by one call of the codec.
-
-    Attributes
-    ----------
-    shard, first_slot
-        Where they lie.
-    edges
-        Positions in the write's ids where each chunk's rows begin, and where the last one's end.
-    """
+    """Consecutive chunks of a shard, to be encoded by one call of the codec."""
 
     rows: RowsWrite
     grid: Grid
-    shard: int
+    shard: int  # shard, first_slot: where they lie
     first_slot: int
+    # Positions in the write's ids where each chunk's rows begin, and where the last one's end
     edges: list[int]
 
     def encode(self, home: _Home) -> list[bytes | None]:
@@ -344,17 +326,8 @@ _HEADER_BYTES = 8
 def joined(dense: Sequence[DenseWrite], peers: Peers | None) -> list[DenseWrite]:
     """The dense arrays of a plan, those that this rank puts with their values, from the pieces that ranks hold.
 
-    Parameters
-    ----------
-    dense
-        The same arrays in pieces on all ranks, in the same order. The others may differ.
-    peers
-        The ranks that share them; None where this process has them all.
-
-    Raises
-    ------
-    SaveError
-        No rank has some part of an array.
+    `dense`: the same arrays in pieces on all ranks, in the same order. The others may differ.
+    `peers`: the ranks that share them; None where this process has them all.
     """
     shared = [write for write in dense if write.pieces is not None]  # which ranks know by their numbers
     if not shared:

@@ -29,28 +29,19 @@ _MOST_BEGINNING = 0.3
 
 @dataclass
 class Staged:
-    """What has been put so far, and the seconds that all threads have spent on encoding it.
+    """What has been put so far, and the seconds that all threads have spent on encoding it."""
 
-    Attributes
-    ----------
-    rows
-        The arrays of rows of the plan, those on a lattice with the step that was found for them.
-    own
-        Of many ranks: the dense arrays that only this one knows of.
-    state_sha256
-        By rank, the digest of its part of the state.
-    ranks
-        By rank, the bytes that it put, and the seconds that it took for them.
-    """
-
+    # The arrays of rows of the plan, those on a lattice with the step that was found for them
     rows: Sequence[RowsWrite] = ()
     arrays: dict[str, ArrayEntry] = field(default_factory=dict)
     nodes: dict[str, Doc] = field(default_factory=dict)
     parts: dict[str, dict[int, Part]] = field(default_factory=dict)
     nbytes: int = 0
     encoding_seconds: float = 0.0
+    # Of many ranks: the dense arrays that only this one knows of
     own: list[list[Any]] = field(default_factory=list)
-    state_sha256: dict[int, str] = field(default_factory=dict)
+    state_sha256: dict[int, str] = field(default_factory=dict)  # by rank, the digest of its part of the state
+    # By rank, the bytes that it put, and the seconds that it took for them
     ranks: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def to_vote(self) -> dict[str, Any]:
@@ -95,15 +86,10 @@ class Staged:
 
 @dataclass(frozen=True)
 class Object:
-    """An object to put. `path` is None for metadata.
-
-    Attributes
-    ----------
-    data
-        A shard's chunks, or bytes that are the object. None: only its place is made ready, as it takes time to encode.
-    """
+    """An object to put. `path` is None for metadata."""
 
     key: str
+    # A shard's chunks, or bytes that are the object. None: only its place is made ready, as it takes time to encode.
     data: bytes | Sequence[BytesLike | None] | None
     path: str | None = None
     index: int = 0
@@ -149,15 +135,11 @@ class Put:
 class Puts:
     """The puts of a version.
 
-    Parameters
-    ----------
-    staged
-        What is being put.
-    is_alone
-        Whether one thread encodes, and training goes on beside it. That thread then begins the puts: one more thread
-        that copies bytes to the page cache would be a third one, and training would wait for it on two cores. It does
-        so only while that takes little beside encoding: where writing waits for the storage, a save must not take as
-        long as both.
+    `staged`: what is being put.
+    `is_alone`: whether one thread encodes, and training goes on beside it. That thread then begins the puts: one more
+    thread that copies bytes to the page cache would be a third one, and training would wait for it on two cores. It
+    does so only while that takes little beside encoding: where writing waits for the storage, a save must not take as
+    long as both.
     """
 
     def __init__(self, backend: Backend, staged: Staged, is_alone: bool) -> None:

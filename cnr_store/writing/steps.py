@@ -27,12 +27,8 @@ def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | N
 
     Ranks that share arrays must call it together. The first of them adds up the sums of all, in the order of ranks.
 
-    Parameters
-    ----------
-    transfer
-        Its threads read the rows.
-    peers
-        The ranks that share arrays; None where this process has them all.
+    `transfer`: its threads read the rows.
+    `peers`: the ranks that share arrays; None where this process has them all.
     """
     found = {rows.path: (rows, lattice) for rows in writes if (lattice := _wants_step(rows)) is not None}
     if not found:

@@ -15,17 +15,10 @@ from cnr_store.ranks.protocol import SaveRound
 class Team:
     """One save of all ranks of a group. The first rank leads: it claims and commits.
 
-    Parameters
-    ----------
-    group
-        The ranks.
-    number
-        Which save of the group it is, the same on all ranks.
+    `group`: the ranks.
+    `number`: which save of the group it is, the same on all ranks.
 
-    Attributes
-    ----------
-    round
-        How the ranks hear of each other's progress and failures.
+    `round`: how the ranks hear of each other's progress and failures.
     """
 
     def __init__(self, group: Group, number: int) -> None:
@@ -53,12 +46,7 @@ class Team:
         return self.rank == 0
 
     def beat(self) -> None:
-        """Tell the other ranks that this one makes progress, and raise if one of them has failed.
-
-        Raises
-        ------
-        RanksError
-        """
+        """Tell the other ranks that this one makes progress, and raise if one of them has failed."""
         self.round.beat("put")
 
     def working(self) -> AbstractContextManager[None]:
@@ -68,13 +56,7 @@ class Team:
     def exchange(
         self, messages: Mapping[int, Sequence[Piece]], expected: Collection[int]
     ) -> Mapping[int, memoryview]:
-        """Send each rank its message, and return those of the ranks expected.
-
-        Raises
-        ------
-        RanksError
-            A rank failed, or does not answer.
-        """
+        """Send each rank its message, and return those of the ranks expected."""
         self.round.beat("exchange")
         try:
             return self._group.exchange(messages, expected, self._number, lambda: self.round.beat("exchange"))
@@ -103,10 +85,7 @@ class Team:
     def failure(self, error: Exception, describe: Callable[[str], str]) -> CheckpointError:
         """What the caller of this rank is told of an error: on all ranks one of the same class.
 
-        Parameters
-        ----------
-        describe
-            Makes a message of what failed, on which rank and in which phase.
+        `describe`: makes a message of what failed, on which rank and in which phase.
         """
         if isinstance(error, CheckpointError) and not isinstance(error, RanksError):
             return error

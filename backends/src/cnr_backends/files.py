@@ -39,10 +39,7 @@ class LostFolderError(OSError):
 class FolderWatch:
     """Tells a mount that was lost from one that was made again.
 
-    Parameters
-    ----------
-    folder
-        It need not exist yet.
+    `folder`: it need not exist yet.
     """
 
     def __init__(self, folder: str) -> None:
@@ -59,11 +56,6 @@ class FolderWatch:
 
         What was mounted anew may have another number, but it has the files that were there. A mount of the same
         filesystem elsewhere is not told from it.
-
-        Raises
-        ------
-        LostFolderError
-            It is on another filesystem, without a file that was there.
         """
         device, known = self._look(), self._known
         if device == self._device:
@@ -215,13 +207,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync(file: int, what: str) -> None:
-    """Make what is written to an open file or folder durable.
-
-    Raises
-    ------
-    LackingFilesystemError
-        The filesystem can't. `what` it can't sync is a part of the message.
-    """
+    """Make what is written to an open file or folder durable."""
     try:
         os.fsync(file)
     except OSError as error:

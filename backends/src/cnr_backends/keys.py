@@ -19,13 +19,7 @@ def is_key(key: str) -> bool:
 
 
 def check_key(key: str) -> str:
-    """Return `key`, if it is valid.
-
-    Raises
-    ------
-    KeyNameError
-        A segment is not valid. The message says why.
-    """
+    """Return `key`, if it is valid."""
     for segment in key.split("/"):
         fault = _fault_of(segment)
         if fault is not None:

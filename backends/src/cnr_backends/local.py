@@ -49,15 +49,7 @@ class LocalBackend(Backend):
     The file ``reserve`` holds `RESERVE_BYTES` back for small objects on a disk that is full. They take it in parts of
     `RESERVE_STEP_BYTES`. It is made only where four times as much is free.
 
-    Parameters
-    ----------
-    root
-        The folder. It is made absolute at once; a leading "~" is the home folder.
-
-    Raises
-    ------
-    OpenError
-        The root is not a folder, or can't be looked up.
+    `root`: the folder. It is made absolute at once; a leading "~" is the home folder.
     """
 
     atomic_create = True

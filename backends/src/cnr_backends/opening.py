@@ -82,10 +82,6 @@ def _from_store(store: Store) -> Backend:
 def _open_zip(store: ZipStore) -> None:
     """Open a Zip store for reading. To open one for writing is the caller's: it could be one that was closed, which a
     second opening would truncate.
-
-    Raises
-    ------
-    OpenError
     """
     if not store.read_only:
         raise OpenError(

@@ -42,19 +42,10 @@ class FsspecBackend(Backend):
     An operation that hangs is cancelled, so that no save waits for ever. Drivers limit the wait for an answer, but not
     all of them limit the wait for a server that stops receiving.
 
-    Parameters
-    ----------
-    url
-        An fsspec URL without "::" chains.
-    options
-        Storage options, passed to the filesystem. ``operation_seconds`` is not passed on: it limits the seconds of one
-        operation, repetitions included, and one more second is added for each MiB that it sends; default 300. It
-        works on asynchronous filesystems, which all object stores are.
-
-    Raises
-    ------
-    OpenError
-        The protocol is unknown, its package is missing, an option is wrong, or the root can't be listed.
+    `url`: an fsspec URL without "::" chains.
+    `options`: storage options, passed to the filesystem. ``operation_seconds`` is not passed on: it limits the seconds
+    of one operation, repetitions included, and one more second is added for each MiB that it sends; default 300. It
+    works on asynchronous filesystems, which all object stores are.
     """
 
     atomic_create = False

@@ -16,13 +16,7 @@ _USER = re.compile(r"(://)[^/@]*@")
 
 
 def protocol_of(url: str) -> str:
-    """Return the protocol of a URL in lower case, or "" for a path.
-
-    Raises
-    ------
-    OpenError
-        The URL is "", is a chain of URLs, names a filesystem that caches another, or lacks a slash.
-    """
+    """Return the protocol of a URL in lower case, or "" for a path."""
     if not url:
         raise OpenError("can't open '': give a path or a URL")
     if _is_chain(url):

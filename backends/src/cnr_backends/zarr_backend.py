@@ -30,10 +30,7 @@ class ZarrBackend(Backend):
     False. It is True for an ``ObjectStore``, because obstore creates atomically or raises. An operation is cancelled
     after 300 seconds, and one more second for each MiB that it sends. A store may give up earlier.
 
-    Parameters
-    ----------
-    store
-        The store, which may be read-only. It is not closed with the backend.
+    `store`: the store, which may be read-only. It is not closed with the backend.
     """
 
     # Stores raise errors of any kind. Those of obstore derive from Exception directly, so nothing narrower would do.

@@ -21,18 +21,10 @@ from cnr_store.maintenance.objects import delete_objects
 
 @dataclass(frozen=True)
 class Left:
-    """What attempts left that was not deleted.
+    """What attempts left that was not deleted."""
 
-    Attributes
-    ----------
-    reasons
-        Why, by id.
-    nbytes
-        Bytes of their objects.
-    """
-
-    reasons: Mapping[str, str]
-    nbytes: int
+    reasons: Mapping[str, str]  # why, by id
+    nbytes: int  # bytes of their objects
 
 
 class Deletion:
@@ -41,14 +33,9 @@ class Deletion:
     Call `delete_objects` for what is aborted, then `tombstone`, take another snapshot, `untombstone` what is needed
     after all, `hide` the rest, then `delete_objects` and `delete_stale_marks`.
 
-    Attributes
-    ----------
-    freed_bytes
-        Bytes of all objects deleted, but for what marks versions as removed (about 200 bytes each).
-    done, emptied
-        The number of ids whose objects were deleted, and those of them that had any.
-    full
-        Why not all of the versions got a tombstone in the last call of `tombstone`, or None.
+    `freed_bytes`: bytes of all objects deleted, but for what marks versions as removed (about 200 bytes each).
+    `done`, `emptied`: the number of ids whose objects were deleted, and those of them that had any.
+    `full`: why not all of the versions got a tombstone in the last call of `tombstone`, or None.
     """
 
     def __init__(self, backend: Backend, transfer: Transfer, by: str) -> None:
@@ -67,9 +54,7 @@ class Deletion:
         If there is no room for all, only the newest get one, half as many as there was room for: then there is room
         to `hide` them, and nothing that keeps its record depends on them.
 
-        Returns
-        -------
-        The versions with a tombstone, newest first.
+        Returns: The versions with a tombstone, newest first.
         """
         self.full, marked = None, set[str]()
         newest_first = sorted(versions, reverse=True)
@@ -102,9 +87,7 @@ class Deletion:
         A void record replaces the commit record. Its key stays taken, so a commit that is still under way elsewhere
         fails.
 
-        Returns
-        -------
-        The snapshot without them.
+        Returns: The snapshot without them.
         """
         aborted = dict(snapshot.aborted)
         for version in sorted(versions, reverse=True):
@@ -249,17 +232,11 @@ REASON = (
 
 @dataclass(frozen=True)
 class FoldLeftovers:
-    """Objects of attempts at folds, other than the folds that exist.
+    """Objects of attempts at folds, other than the folds that exist."""
 
-    Attributes
-    ----------
-    removable
-        By version that has a fold, the sizes of the objects of other attempts, by key. None of these can succeed.
-    left
-        By version that has no fold, the bytes of all attempts. One that was stopped may still create the record.
-    """
-
+    # By version that has a fold, the sizes of the objects of other attempts, by key. None of these can succeed.
     removable: Mapping[str, Mapping[str, int]]
+    # By version that has no fold, the bytes of all attempts. One that was stopped may still create the record.
     left: Mapping[str, int]
 
 

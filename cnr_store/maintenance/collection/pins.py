@@ -60,17 +60,8 @@ def _check_reason(reason: object) -> None:
 def put_pin(backend: Backend, version: str, what: str, reason: str | None = None) -> str:
     """Make a pin, and return its key.
 
-    Parameters
-    ----------
-    what
-        What the caller does to the version, for the message.
-    reason
-        Why, for people.
-
-    Raises
-    ------
-    VersionNotFoundError
-        The version is being deleted. Nothing is pinned.
+    `what`: what the caller does to the version, for the message.
+    `reason`: why, for people.
     """
     # Each call makes a pin of its own, so that a call that comes too late does not delete another's.
     mine = layout.version_key(version, secrets.token_hex(8), prefix=layout.PINS)
@@ -84,13 +75,7 @@ def put_pin(backend: Backend, version: str, what: str, reason: str | None = None
 
 
 def check_stays(backend: Backend, version: str, what: str) -> None:
-    """Look whether a version stays, once what keeps it was put: retention looks again before it deletes.
-
-    Raises
-    ------
-    VersionNotFoundError
-        The version is being deleted.
-    """
+    """Look whether a version stays, once what keeps it was put: retention looks again before it deletes."""
     # Asked of a new catalog, since the caller's remembers the record.
     if version in claims.list_tombstoned(backend) or Catalog(backend).find_record(version) is None:
         raise VersionNotFoundError(
@@ -264,12 +249,7 @@ def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any
 
 
 def _remove_pin(backend: Backend, pin: str, name: str, version: str) -> None:
-    """Remove the pin of a version that is tagged by now.
-
-    Raises
-    ------
-    cnr_backends.StorageError
-    """
+    """Remove the pin of a version that is tagged by now."""
     try:
         backend.delete(pin)
     except StorageError as error:

@@ -156,12 +156,8 @@ def _without_room(backend: Backend, what: str, full: StorageFullError) -> Storag
 class Retention:
     """Applies rules to one store, once or repeatedly.
 
-    Parameters
-    ----------
-    own
-        The claim it works under; it stops if another claim is the newest. None: whichever claim is the newest.
-    removable
-        With `own`, the greatest version of other processes that it may remove: what its job has seen.
+    `own`: the claim it works under; it stops if another claim is the newest. None: whichever claim is the newest.
+    `removable`: with `own`, the greatest version of other processes that it may remove: what its job has seen.
     """
 
     def __init__(
@@ -229,9 +225,7 @@ class Retention:
     ) -> tuple[StoreSnapshot, dict[str, str], list[str]]:
         """Put tombstones on versions, look again, and make those invisible that nobody needs.
 
-        Returns
-        -------
-        The second snapshot without them, the versions to keep with reasons, and the ids that are gone.
+        Returns: The second snapshot without them, the versions to keep with reasons, and the ids that are gone.
         """
         marked = deletion.tombstone(versions)
         snapshot = self._reader.take(transfer, void=True)

@@ -18,27 +18,14 @@ KeepBest = tuple[str, Literal["max", "min"], int]
 
 @dataclass(frozen=True)
 class Rules:
-    """Which versions are kept. Without a rule, all are.
+    """Which versions are kept. Without a rule, all are."""
 
-    Attributes
-    ----------
-    keep_last
-        How many of the newest, as `versions` lists them.
-    keep_every
-        A number of steps; the newest version at or before each multiple of it is kept.
-    keep_best
-        A figure of the metadata, ``"max"`` or ``"min"``, and how many versions: those in which it is best. Of equal
-        ones the newest count, and of one step with equal ones the newest alone. Versions without a finite number of
-        this name do not count.
-
-    Raises
-    ------
-    OptionError
-        One is something else.
-    """
-
-    keep_last: int | None = None
+    keep_last: int | None = None  # how many of the newest, as `versions` lists them
+    # A number of steps; the newest version at or before each multiple of it is kept
     keep_every: int | None = None
+    # A figure of the metadata, ``"max"`` or ``"min"``, and how many versions: those in which it is best. Of equal ones
+    # the newest count, and of one step with equal ones the newest alone. Versions without a finite number of this name
+    # do not count.
     keep_best: KeepBest | None = None
 
     def __post_init__(self) -> None:
@@ -74,13 +61,7 @@ class Rules:
 
 
 def check_figure(catalog: Catalog, name: str) -> None:
-    """Check that some version has a figure, as a rule for one that is misspelled keeps nothing.
-
-    Raises
-    ------
-    OptionError
-        None has it.
-    """
+    """Check that some version has a figure, as a rule for one that is misspelled keeps nothing."""
     versions = [find_figures(record.metadata) for record in catalog.oldest_first()]
     if versions and not any(name in figures for figures in versions):
         known = ", ".join(sorted({each for figures in versions for each in figures})) or "none at all"

@@ -23,58 +23,30 @@ WORKERS = 16
 
 @dataclass(frozen=True)
 class Committed:
-    """What retention must know of a version.
-
-    Attributes
-    ----------
-    bases
-        By path of each array that is a delta, the version it is based on.
-    needs
-        The versions its writer depended on, whether or not they are folded.
-    figures
-        The finite numbers in its metadata, by name, as `find_figures` finds them.
-    """
+    """What retention must know of a version."""
 
     id: str
     step: int
-    bases: Mapping[str, str]
-    needs: tuple[str, ...]
+    bases: Mapping[str, str]  # by path of each array that is a delta, the version it is based on
+    needs: tuple[str, ...]  # the versions its writer depended on, whether or not they are folded
     record_bytes: int
+    # The finite numbers in its metadata, by name, as `find_figures` finds them
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """What a store held at one moment.
+    """What a store held at one moment."""
 
-    Attributes
-    ----------
-    newest
-        The newest claim, None if there is none.
-    pinned, tombstoned
-        Ids with a pin, and ids with a tombstone.
-    tagged
-        The id that each tag names.
-    versions
-        The committed versions, oldest first.
-    aborted
-        Ids of aborted attempts, with the time.
-    names
-        Ids of all attempts listed.
-    folds
-        By id, the paths that its fold holds; none for an incomplete fold.
-    full
-        Why attempts of older generations could not be aborted, although asked for; None if all were.
-    """
-
-    newest: ClaimRecord | None
-    pinned: frozenset[str]
-    tagged: Mapping[str, str]
+    newest: ClaimRecord | None  # the newest claim, None if there is none
+    pinned: frozenset[str]  # pinned, tombstoned: ids with a pin, and ids with a tombstone
+    tagged: Mapping[str, str]  # the id that each tag names
     tombstoned: frozenset[str]
-    versions: Mapping[str, Committed]
-    aborted: Mapping[str, float]
-    names: frozenset[str]
-    folds: Mapping[str, frozenset[str]]
+    versions: Mapping[str, Committed]  # the committed versions, oldest first
+    aborted: Mapping[str, float]  # ids of aborted attempts, with the time
+    names: frozenset[str]  # ids of all attempts listed
+    folds: Mapping[str, frozenset[str]]  # by id, the paths that its fold holds; none for an incomplete fold
+    # Why attempts of older generations could not be aborted, although asked for; None if all were
     full: StorageFullError | None = None
 
     def depends_on(self, version: str) -> set[str]:
@@ -89,12 +61,8 @@ class SnapshotReader:
 
     Folds are read for every snapshot: a damaged one may be deleted by hand, and then the chain beneath it is needed.
 
-    Parameters
-    ----------
-    backend
-        The store.
-    own
-        The claim of the process that asks, None if it has none.
+    `backend`: the store.
+    `own`: the claim of the process that asks, None if it has none.
     """
 
     def __init__(self, backend: Backend, own: ClaimId | None) -> None:
@@ -112,11 +80,6 @@ class SnapshotReader:
         A process whose own claim is not the newest aborts nothing. The order of the listings matters: a writer that
         saw no newer claim had staged its attempt before the claim that is the newest here. So the attempt is listed,
         and its late commit fails.
-
-        Raises
-        ------
-        CorruptionError, FormatError
-            A claim, record or tag can't be read, or a tag's version is lost, so it is unknown what is needed.
         """
         newest = claims.newest_claim(self._backend)
         may_abort = self._own in (None, newest.id if newest else None)

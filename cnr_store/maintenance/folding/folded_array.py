@@ -41,48 +41,23 @@ MAX_REGION_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class FoldedArray:
-    """One array of rows of a version as its fold holds it: whole, and with a new grid.
+    """One array of rows of a version as its fold holds it: whole, and with a new grid."""
 
-    Attributes
-    ----------
-    reader
-        Reads the array's chain.
-    entry
-        Its entry in the fold's record, without the number of bytes.
-    grid, document
-        How it is cut into chunks; its Zarr metadata, with what follows the row codec of the whole link.
-    packer
-        The codecs that follow the row codec.
-    """
-
-    reader: ArrayReader | SalvageReader
-    entry: ArrayEntry
+    reader: ArrayReader | SalvageReader  # reads the array's chain
+    entry: ArrayEntry  # its entry in the fold's record, without the number of bytes
+    # grid, document: how it is cut into chunks; its Zarr metadata, with what follows the row codec of the whole link
     grid: Grid
     document: Doc
-    packer: Packer
+    packer: Packer  # the codecs that follow the row codec
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record, path: str) -> FoldedArray:
-        """Prepare the fold of an array that is a delta in a version.
-
-        Raises
-        ------
-        CorruptionError
-            A link of its chain is lost or damaged.
-        FormatError
-            A codec that followed the whole link's row codec is unknown.
-        """
+        """Prepare the fold of an array that is a delta in a version."""
         return cls.from_reader(ArrayReader(catalog, record, path), record.arrays[path])
 
     @classmethod
     def from_reader(cls, reader: ArrayReader | SalvageReader, written: ArrayEntry) -> FoldedArray:
-        """The same of what a `reader` reads, from the array's entry in its version's record.
-
-        Raises
-        ------
-        FormatError
-            As `from_record` does.
-        """
+        """The same of what a `reader` reads, from the array's entry in its version's record."""
         # Of a damaged chain, the whole link may be lost: the oldest one that is left has codecs of the same rows.
         whole = next(
             (link for link in reversed(reader.links) if isinstance(link, WrittenLink)), reader.links[-1]
@@ -131,19 +106,7 @@ class FoldedArray:
     def chunks(self, shard: int, seal: Callable[[int], int]) -> list[bytes | None]:
         """The chunks of a shard, by slot. Memory is that of a shard and of a region of each link.
 
-        Parameters
-        ----------
-        seal
-            Gives the seal of a chunk by its first row.
-
-        Raises
-        ------
-        CorruptionError
-            A row is lost, or an object of a link is damaged.
-        FormatError
-            A link's chunks split columns.
-        SaveError
-            A chunk takes more bytes than readers accept.
+        `seal`: gives the seal of a chunk by its first row.
         """
         first, chunks = shard * self.grid.shard_rows, self.grid.chunks_per_shard
         payloads = self._payloads(range(first, first + self.grid.shard_rows), seal)

@@ -112,15 +112,9 @@ def repair(
 class Repair:
     """What is damaged of a version, and the version that repairs it: made by reading it whole.
 
-    Parameters
-    ----------
-    is_for_writing
-        Whether `commit` is to be called.
+    `is_for_writing`: whether `commit` is to be called.
 
-    Attributes
-    ----------
-    report
-        What was found.
+    `report`: what was found.
     """
 
     def __init__(
@@ -219,19 +213,11 @@ class Repair:
 
 @dataclass(frozen=True)
 class _ShownRows:
-    """An array as its reader reads it, if no more of it is lost than was shown.
+    """An array as its reader reads it, if no more of it is lost than was shown."""
 
-    Attributes
-    ----------
-    array
-        Composes its rows anew.
-    shown
-        How many rows were lost when it was read.
-    """
-
-    array: FoldedArray
+    array: FoldedArray  # composes its rows anew
     reader: SalvageReader
-    shown: int
+    shown: int  # how many rows were lost when it was read
 
     @classmethod
     def of(cls, reader: SalvageReader, record: Record) -> _ShownRows:

@@ -31,28 +31,18 @@ _STATE_ARRAYS = ("dense/optim/", "dense/state/")
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one task found.
+    """What one task found."""
 
-    Attributes
-    ----------
-    nbytes
-        Bytes of the version that are checked now.
-    what, key, path, rows, row_count
-        The message if something is damaged, None otherwise; object, array and rows concerned, and how many at most.
-    present
-        Of an array of rows, how many were found.
-    own
-        How many of these no older version can hold.
-    """
-
-    nbytes: int = 0
+    nbytes: int = 0  # bytes of the version that are checked now
+    # what, key, path, rows, row_count: the message if something is damaged, None otherwise; object, array and rows
+    # concerned, and how many at most
     what: str | None = None
     key: str = ""
     path: str | None = None
     rows: RowSpan | None = None
     row_count: int | None = None
-    present: int = 0
-    own: int = 0
+    present: int = 0  # of an array of rows, how many were found
+    own: int = 0  # how many of these no older version can hold
 
 
 _Task = Callable[[], _Outcome]
@@ -61,13 +51,9 @@ _Task = Callable[[], _Outcome]
 class DeepCheck:
     """Reads everything of a version that its `VersionCheck` found listed.
 
-    Parameters
-    ----------
-    check
-        The check, which has run. Findings are added to it.
-    base_rows
-        By path of a delta, how many rows its base has: the delta must hold all rows beyond them. None if that is not
-        known.
+    `check`: the check, which has run. Findings are added to it.
+    `base_rows`: by path of a delta, how many rows its base has: the delta must hold all rows beyond them. None if that
+    is not known.
     """
 
     def __init__(self, check: VersionCheck, base_rows: Callable[[str], int | None]) -> None:

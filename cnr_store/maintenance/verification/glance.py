@@ -56,12 +56,8 @@ def _read_each(
 def find_lost_bases(records: Iterable[Record], folded: Collection[str]) -> dict[str, str]:
     """By id of a version that depends on one that is lost, the id of that one.
 
-    Parameters
-    ----------
-    records
-        Those of all committed versions, oldest first.
-    folded
-        Ids of the versions that have folds, which depend on no other.
+    `records`: those of all committed versions, oldest first.
+    `folded`: ids of the versions that have folds, which depend on no other.
     """
     lost: dict[str, dict[str, str]] = {}  # by version and array; versions without a loss have no entry
     paths: dict[str, Collection[str]] = {}

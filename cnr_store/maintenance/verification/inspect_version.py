@@ -30,33 +30,19 @@ STATES = "state/"
 
 @dataclass
 class Soundness:
-    """The result of a check. It is small, because that of every version of a store is held.
+    """The result of a check. It is small, because that of every version of a store is held."""
 
-    Attributes
-    ----------
-    findings
-        All damage found.
-    manifest, state
-        Whether these can be read. Without its manifest no array of a version can be. A state has the parts of all
-        ranks that saved it.
-    unreadable
-        Paths of arrays that can't be read whole.
-    max_rows, chunk_rows
-        By path of an array of rows, how many its objects have room for, and how many a chunk has.
-    leftovers
-        Objects in its folder that neither record nor manifest names.
-    objects, nbytes
-        Its objects and their bytes, its record included.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # all damage found
+    # manifest, state: whether these can be read. Without its manifest no array of a version can be. A state has the
+    # parts of all ranks that saved it.
     manifest: bool = True
     state: bool = True
-    unreadable: set[str] = field(default_factory=set)
+    unreadable: set[str] = field(default_factory=set)  # paths of arrays that can't be read whole
+    # max_rows, chunk_rows: by path of an array of rows, how many its objects have room for, and how many a chunk has
     max_rows: dict[str, int] = field(default_factory=dict)
     chunk_rows: dict[str, int] = field(default_factory=dict)
-    leftovers: Leftovers | None = None
-    objects: int = 1
+    leftovers: Leftovers | None = None  # objects in its folder that neither record nor manifest names
+    objects: int = 1  # objects, nbytes: its objects and their bytes, its record included
     nbytes: int = 0
 
     def can_read(self, path: str) -> bool:
@@ -67,17 +53,11 @@ class Soundness:
 class VersionCheck:
     """Compares the objects of one record with one listing.
 
-    Attributes
-    ----------
-    soundness
-        The result so far.
-    links, dense
-        Arrays whose layout is sound, by path.
-    nodes
-        Metadata documents that must also be stored as objects of their own, by key. Since `layout.NO_DOCUMENTS` those
-        of dense arrays alone.
-    missing
-        Keys of objects that are lost or of another size.
+    `soundness`: the result so far.
+    `links`, `dense`: arrays whose layout is sound, by path.
+    `nodes`: metadata documents that must also be stored as objects of their own, by key. Since `layout.NO_DOCUMENTS`
+    those of dense arrays alone.
+    `missing`: keys of objects that are lost or of another size.
     """
 
     def __init__(self, backend: Backend, record: Record) -> None:

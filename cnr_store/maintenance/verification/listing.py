@@ -93,22 +93,12 @@ def _check_mark(backend: Backend, claim: ClaimRecord | None, key: str) -> Iterat
 
 @dataclass(frozen=True)
 class Attempt:
-    """An id without a commit record: its save was aborted, did not end, or its record is missing.
-
-    Attributes
-    ----------
-    void
-        Whether a void record says that it was aborted.
-    staged
-        Whether its manifest or its state is there, which a save writes after all data.
-    left
-        Its objects; None if it has none.
-    """
+    """An id without a commit record: its save was aborted, did not end, or its record is missing."""
 
     id: str
-    void: bool
-    staged: bool
-    left: Leftovers | None
+    void: bool  # whether a void record says that it was aborted
+    staged: bool  # whether its manifest or its state is there, which a save writes after all data
+    left: Leftovers | None  # its objects; None if it has none
 
     @classmethod
     def from_listing(cls, version: str, listed: dict[str, int]) -> Attempt:
@@ -133,16 +123,10 @@ class Attempt:
 class Listing:
     """Reads the records of a store: call `read` or `read_newest`, `read_folds`, then `check_attempts`.
 
-    Attributes
-    ----------
-    records, folds
-        Sound records, of versions and of folds.
-    attempts
-        Versions without a record.
-    problems, suspicious
-        Records that are damaged or surely lost; records that may be lost.
-    leftovers
-        Objects that attempts left.
+    `records`, `folds`: sound records, of versions and of folds.
+    `attempts`: versions without a record.
+    `problems`, `suspicious`: records that are damaged or surely lost; records that may be lost.
+    `leftovers`: objects that attempts left.
     """
 
     def __init__(self, catalog: Catalog, transfer: Transfer) -> None:

@@ -25,24 +25,12 @@ _REPORTED = ""
 
 @dataclass(frozen=True)
 class _Chain:
-    """An array's chain from one link on.
+    """An array's chain from one link on."""
 
-    Attributes
-    ----------
-    reason
-        Why it can't be read: a message, or `_REPORTED`. None if it can.
-    max_rows
-        How many rows its objects have room for.
-    top
-        Its first link; None where that is not known.
-    broken
-        Where it can't be read.
-    """
-
-    reason: str | None
-    max_rows: int
-    top: Record | None
-    broken: frozenset[Place] = frozenset()
+    reason: str | None  # why it can't be read: a message, or `_REPORTED`. None if it can.
+    max_rows: int  # how many rows its objects have room for
+    top: Record | None  # its first link; None where that is not known
+    broken: frozenset[Place] = frozenset()  # where it can't be read
 
 
 class Restorability:
@@ -51,17 +39,10 @@ class Restorability:
     The result for each link is kept, since following every chain to its end would take time with the square of the
     number of versions.
 
-    Parameters
-    ----------
-    results
-        The result of the check of every home that the chains lead to.
-    reported
-        Messages of all findings so far, which are not given again.
+    `results`: the result of the check of every home that the chains lead to.
+    `reported`: messages of all findings so far, which are not given again.
 
-    Attributes
-    ----------
-    outdated
-        Whether a chain led to a home that was not checked, because it was deleted or made meanwhile.
+    `outdated`: whether a chain led to a home that was not checked, because it was deleted or made meanwhile.
     """
 
     def __init__(self, catalog: Catalog, results: Mapping[Home, Soundness], reported: Container[str]) -> None:

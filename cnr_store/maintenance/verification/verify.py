@@ -95,10 +95,7 @@ def _home(finding: Finding) -> Home | None:
 class _Run:
     """One check of a store.
 
-    Attributes
-    ----------
-    outdated
-        Whether a chain led to a version or fold that was deleted or made during the run.
+    `outdated`: whether a chain led to a version or fold that was deleted or made during the run.
     """
 
     def __init__(self, backend: Backend, deep: bool, transfer: Transfer, progress: Progress | None) -> None:

@@ -64,13 +64,7 @@ def _is_generator(value: object) -> bool:
 
 
 def check_generators(generators: Mapping[str, Any]) -> dict[str, Generator]:
-    """Check the generators that a caller gives by name.
-
-    Raises
-    ------
-    OptionError
-        One is not a generator whose state can be saved.
-    """
+    """Check the generators that a caller gives by name."""
     for name, value in generators.items():
         if not _is_generator(value):
             raise OptionError(
@@ -102,13 +96,7 @@ def _accessors(generator: Generator) -> tuple[Callable[[], Any], Callable[[Any],
 
 
 def check_generator_states(generators: Mapping[str, Generator], states: Any) -> None:
-    """Check that `set_generators` can take these states.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError, RuntimeError
-        They are damaged, or belong to other generators.
-    """
+    """Check that `set_generators` can take these states."""
     if not isinstance(states, Mapping) or states.keys() != generators.keys():
         names = sorted(states) if isinstance(states, Mapping) else states
         raise ValueError(f"it has the generators {names!r:.200}, and the loader {sorted(generators)!r:.200}")

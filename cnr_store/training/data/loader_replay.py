@@ -20,13 +20,7 @@ _States = Callable[[], Mapping[str, Any]]
 
 
 def open_source(loader: Iterable[Any], replay: bool, states: _States) -> Source:
-    """What begins and resumes epochs of this loader. `states` returns those of all generators it may draw from.
-
-    Raises
-    ------
-    OptionError
-        See `TrackedReader`.
-    """
+    """What begins and resumes epochs of this loader. `states` returns those of all generators it may draw from."""
     if type(loader).__module__.startswith("accelerate."):  # its state_dict works only if it was asked for one
         raise OptionError(
             "the loader is the one that accelerate's prepare() returned: give TrackedReader the loader that prepare() "
@@ -50,11 +44,8 @@ def open_source(loader: Iterable[Any], replay: bool, states: _States) -> Source:
 class Source:
     """Any iterable: an epoch is one iteration. To resume it, batches already taken are read again and dropped.
 
-    Attributes
-    ----------
-    draws_late
-        Generators that drew for each of the batches that were dropped last, and not just for an epoch, by their names
-        in what `states` returns.
+    `draws_late`: generators that drew for each of the batches that were dropped last, and not just for an epoch, by
+    their names in what `states` returns.
     """
 
     draws_again = False
@@ -76,13 +67,7 @@ class Source:
         return {"kind": "iterable"}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that the position in a reader's state means the same batch here.
-
-        Raises
-        ------
-        ValueError
-            It is one of another loader; as an `OptionError`, it can't be known.
-        """
+        """Check that the position in a reader's state means the same batch here."""
         if state["loader"] != self.kind():
             raise ValueError(f"its loader is {state['loader']!r:.300}, this one {self.kind()!r}")
 
@@ -104,15 +89,7 @@ class Source:
     def resume(self, batches: int, reused: bool) -> Iterator[Any]:
         """Resume an epoch after its first `batches`. The global random numbers are those that the epoch began with.
 
-        Parameters
-        ----------
-        reused
-            Whether the epoch was begun with workers of an earlier one.
-
-        Raises
-        ------
-        OptionError
-            The epoch has fewer batches, or the loader can be read only once.
+        `reused`: whether the epoch was begun with workers of an earlier one.
         """
         live = iter(self._loader)
         if live is self._loader and self._begun:

@@ -32,13 +32,7 @@ def sharding_of(batches: Any) -> dict[str, Any] | None:
 
 
 def position_of(states: Sequence[Any], fields: frozenset[str]) -> tuple[int, int]:
-    """The epoch and the batch that the readers of all ranks stand at.
-
-    Raises
-    ------
-    OptionError
-        They stand at different ones, or are no states of readers.
-    """
+    """The epoch and the batch that the readers of all ranks stand at."""
     for rank, state in enumerate(states):
         if not isinstance(state, Mapping) or not state.keys() >= fields:
             _refuse(f"that of rank {rank} is no state of a TrackedReader")
@@ -62,17 +56,8 @@ def divide(
 ) -> int:
     """How many batches each rank has taken of an epoch of which each of other ranks has taken `batch`.
 
-    Parameters
-    ----------
-    sharding, batches
-        How this rank's loader deals an epoch out, and its batches of an epoch.
-    world
-        How many ranks there are now.
-
-    Raises
-    ------
-    OptionError
-        No number of whole batches is as much, or nothing says which samples were taken.
+    `sharding`, `batches`: how this rank's loader deals an epoch out, and its batches of an epoch.
+    `world`: how many ranks there are now.
     """
     saved = [state.get("sharding") for state in states]
     first = saved[0]

@@ -281,14 +281,10 @@ def rows_together(dim: int) -> int:
 def quantize(codec: Codec, rows: Tensor) -> tuple[Tensor, ...]:
     """Quantize rows (n, dim) of an element type of `ELEMENTS`; dim is 1 or more.
 
-    Parameters
-    ----------
-    codec
-        A lattice must have its step.
+    `codec`: a lattice must have its step.
 
-    Returns
-    -------
-    uint8 (n,), then what else is stored. For a lattice and a floating grid: which rows have no codes; int16 (n, dim),
+    Returns: uint8 (n,), then what else is stored. For a lattice and a floating grid: which rows have no codes; int16
+    (n, dim),
     their codes. Else the kinds of parameters, 0 for rows that have none; float32 (n, 2), scale and offset; uint8
     (n, bytes a row), packed codes. Codes of rows that have none are anything.
     """
@@ -309,10 +305,7 @@ def quantize(codec: Codec, rows: Tensor) -> tuple[Tensor, ...]:
 def uniform_values(packed: Tensor, parameters: Tensor, bits: int, dim: int) -> Tensor:
     """The values, float32 (n, dim), of packed codes: scale * code, which is exact, plus offset.
 
-    Parameters
-    ----------
-    parameters
-        (2, n), scales and offsets; or (1, n), half steps h: then a code q is h * (2q - (2**bits - 1)).
+    `parameters`: (2, n), scales and offsets; or (1, n), half steps h: then a code q is h * (2q - (2**bits - 1)).
     """
     scale, offset = parameters[0].float(), parameters[-1].float()
     if len(parameters) == 1:

@@ -20,10 +20,7 @@ _QUANTIZED = (Scheme.ASYMMETRIC, Scheme.SYMMETRIC, Scheme.LATTICE)
 class DeviceRows:
     """Rows on a device that decodes what is written to them. Several threads may write.
 
-    Parameters
-    ----------
-    values
-        (rows, columns), as `staging.rows_there` returns it.
+    `values`: (rows, columns), as `staging.rows_there` returns it.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -34,21 +31,10 @@ class DeviceRows:
     def write(self, segments: Sequence[Segment], first_row: int) -> bool:
         """Write the rows of a chunk, and wait until they are there.
 
-        Parameters
-        ----------
-        segments
-            Validated, of the element type of the rows. No row is in two of them.
-        first_row
-            Where the chunk begins.
+        `segments`: validated, of the element type of the rows. No row is in two of them.
+        `first_row`: where the chunk begins.
 
-        Returns
-        -------
-        Whether they were written; False, and nothing is written, if the host has to decode some of them.
-
-        Raises
-        ------
-        RuntimeError
-            torch's own: the device has no memory for it, say. Or segments do not fit the rows.
+        Returns: Whether they were written; False, and nothing is written, if the host has to decode some of them.
         """
         if not all(self._takes(each) for each in segments):
             return False

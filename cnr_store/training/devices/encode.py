@@ -30,25 +30,14 @@ from cnr_store.writing.row_codes import RowCodes
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that were quantized together.
+    """Rows that were quantized together."""
 
-    Attributes
-    ----------
-    marks
-        uint8 (n,): what `arithmetic.quantize` returns first.
-    is_raw, raw_values
-        bool (n,): which rows are stored as they are, and their values.
-    arriving
-        Waits for the rest of what `quantize` returns.
-    nbytes
-        The host memory that all of it takes.
-    """
-
-    marks: npt.NDArray[np.uint8]
+    marks: npt.NDArray[np.uint8]  # uint8 (n,): what `arithmetic.quantize` returns first
+    # is_raw, raw_values: bool (n,): which rows are stored as they are, and their values
     is_raw: npt.NDArray[np.bool_]
     raw_values: Rows
-    arriving: Callable[[], Arrays]
-    nbytes: int
+    arriving: Callable[[], Arrays]  # waits for the rest of what `quantize` returns
+    nbytes: int  # the host memory that all of it takes
 
     def rows(self, begin: int, end: int) -> list[np.ndarray[Any, Any]]:
         """Of some of these rows: marks, which are raw, these values, and the rest, once it is in host memory."""
@@ -138,17 +127,8 @@ def least_bytes(codec: RowCodec, dim: int, count: int) -> int:
 def encode(codec: RowCodec, values: torch.Tensor, ids: torch.Tensor | None) -> RowsFromDevice:
     """Quantize rows of a table piece by piece, and begin to move parameters and codes to the host.
 
-    Parameters
-    ----------
-    codec, values
-        As `can_encode` takes them: values are (rows, dim).
-    ids
-        int64 (n,), also in host memory: the rows; None for all, of which a lattice without a step finds its own.
-
-    Raises
-    ------
-    RuntimeError
-        torch's own: the device has no memory for it, say.
+    `codec`, `values`: as `can_encode` takes them: values are (rows, dim).
+    `ids`: int64 (n,), also in host memory: the rows; None for all, of which a lattice without a step finds its own.
     """
     assert isinstance(codec, UniformRows | LatticeRows | FloatingRows)
     values = values.detach()

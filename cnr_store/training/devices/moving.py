@@ -19,14 +19,9 @@ MOST_PIECES = 32
 def start_copy(tensors: Sequence[torch.Tensor]) -> Callable[[], Arrays]:
     """Begin to move tensors, as they will be once what is queued on the stream that is current is done.
 
-    Parameters
-    ----------
-    tensors
-        Contiguous, of one device. Nothing else writes to them, and no one else keeps them.
+    `tensors`: contiguous, of one device. Nothing else writes to them, and no one else keeps them.
 
-    Returns
-    -------
-    What waits until they are there, on any thread, and returns them.
+    Returns: What waits until they are there, on any thread, and returns them.
     """
     if tensors[0].is_cuda:
         return _mover(tensors[0].device).move(tensors)

@@ -36,20 +36,13 @@ def encode_staged(
 ) -> RowsFromDevice | None:
     """Quantize rows of an array where they are, as they are now.
 
-    Parameters
-    ----------
-    path
-        Of the array, for the log.
-    codec
-        None if its rows are needed as they are.
-    tensor, ids
-        What holds them; which ones, None for all.
-    room
-        Bytes that they may take in host memory.
+    `path`: of the array, for the log.
+    `codec`: None if its rows are needed as they are.
+    `tensor`, `ids`: what holds them; which ones, None for all.
+    `room`: bytes that they may take in host memory.
 
-    Returns
-    -------
-    None if the host has to: they are in its memory, or the device can't. The log says why, once for each array.
+    Returns: None if the host has to: they are in its memory, or the device can't. The log says why, once for each
+    array.
     """
     if not support.is_elsewhere(tensor.device):
         return None

@@ -17,13 +17,7 @@ def is_elsewhere(device: torch.device) -> bool:
 
 @contextmanager
 def failing_saves(device: torch.device, what: str) -> Iterator[None]:
-    """Have what a device raises, as one that is lost does, fail a save and not training.
-
-    Raises
-    ------
-    SaveError
-        The device could not do it.
-    """
+    """Have what a device raises, as one that is lost does, fail a save and not training."""
     try:
         yield
     except RuntimeError as error:

@@ -34,14 +34,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def held_pieces(tensor: torch.Tensor, name: str) -> list[LocalPiece]:
-    """The boxes that this process holds of a DTensor.
-
-    Raises
-    ------
-    UnsupportedModelError
-        It is not in boxes, as where a dimension that tensor parallelism shards is sharded again. Or torch itself
-        disagrees where the boxes lie: its collectives go by the order of ranks, and its offsets by that of the mesh.
-    """
+    """The boxes that this process holds of a DTensor."""
     dtensor: Any = tensor
     mesh: torch.Tensor = dtensor.device_mesh.mesh
     if any((mesh.diff(dim=dimension) < 0).any() for dimension in range(mesh.ndim)):
@@ -59,13 +52,7 @@ def held_pieces(tensor: torch.Tensor, name: str) -> list[LocalPiece]:
 
 
 def check_follows(tensor: object, parameter: torch.Tensor, name: str) -> None:
-    """Check that each rank has the same part of an optimizer's state as of its parameter, which is a DTensor.
-
-    Raises
-    ------
-    UnsupportedModelError
-        It has another, or none that can be told.
-    """
+    """Check that each rank has the same part of an optimizer's state as of its parameter, which is a DTensor."""
     given: Any = tensor
     own: Any = parameter
     if not is_dtensor(tensor) or given.shape != own.shape or given.placements != own.placements:
@@ -93,13 +80,7 @@ def cut(values: Any, piece: LocalPiece) -> Any:
 
 
 def spread_like(values: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """State of a DTensor's optimizer, spread as the parameter is, from the whole.
-
-    Raises
-    ------
-    ModelMismatchError
-        It has another shape.
-    """
+    """State of a DTensor's optimizer, spread as the parameter is, from the whole."""
     if values.shape != parameter.shape:
         raise ModelMismatchError(
             f"{name} is stored as {tuple(values.shape)}, and the parameter {tuple(parameter.shape)} is a DTensor: "
@@ -121,13 +102,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def check_no_flat_parameters(model: nn.Module) -> None:
-    """Check that no module is FSDP1's: its parameters are pieces of flat ones, under names of its own.
-
-    Raises
-    ------
-    UnsupportedModelError
-        One is.
-    """
+    """Check that no module is FSDP1's: its parameters are pieces of flat ones, under names of its own."""
     base = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if base is not None and any(isinstance(module, base) for module in model.modules()):
         raise UnsupportedModelError(

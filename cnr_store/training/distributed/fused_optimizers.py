@@ -29,34 +29,17 @@ _AVERAGING = {"ensemble_row_wise_adagrad", "ema_in_place_row_wise_adagrad"}
 
 @dataclass(frozen=True)
 class FusedOptimizer:
-    """What changes a table's rows in the backward pass.
+    """What changes a table's rows in the backward pass."""
 
-    Attributes
-    ----------
-    kind
-        FBGEMM's name of it: ``"exact_row_wise_adagrad"``.
-    slots
-        Its state that follows rows, by name, and whether that is one number a row.
-    """
-
-    kind: str
-    slots: Mapping[str, bool]
+    kind: str  # FBGEMM's name of it: ``"exact_row_wise_adagrad"``
+    slots: Mapping[str, bool]  # its state that follows rows, by name, and whether that is one number a row
 
     @classmethod
     def of(cls, fused_params: Mapping[str, Any], table: str) -> FusedOptimizer:
         """The optimizer that TorchRec's `fused_params` ask for.
 
-        Parameters
-        ----------
-        fused_params
-            Of the table.
-        table
-            What errors call the table.
-
-        Raises
-        ------
-        UnsupportedModelError
-            The optimizer is not known.
+        `fused_params`: of the table.
+        `table`: what errors call the table.
         """
         kind = str(getattr(fused_params.get("optimizer"), "value", "exact_sgd"))
         if kind not in _SLOTS:
@@ -115,12 +98,8 @@ class FusedOptimizer:
     def assign(kernel: Any, settings: Mapping[str, float]) -> None:
         """Have a kernel of TorchRec use what `settings` returned.
 
-        Parameters
-        ----------
-        kernel
-            Holds shards of the table.
-        settings
-            A name that is missing stays as it is.
+        `kernel`: holds shards of the table.
+        `settings`: a name that is missing stays as it is.
         """
         optimizer, module = kernel.fused_optimizer, kernel.emb_module
         if "lr" in settings:

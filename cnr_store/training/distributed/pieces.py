@@ -20,20 +20,11 @@ Boxes: TypeAlias = Iterator[tuple[Sequence[int], torch.Tensor]]
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """A box of a tensor that this process holds.
+    """A box of a tensor that this process holds."""
 
-    Attributes
-    ----------
-    first_row
-        Of the whole tensor.
-    first_column
-        Of the whole tensor; 0 where it has one dimension.
-    tensor
-        The live memory, ``(rows, columns)`` or ``(rows,)``: what is written to it changes the model.
-    """
-
-    first_row: int
-    first_column: int
+    first_row: int  # of the whole tensor
+    first_column: int  # of the whole tensor; 0 where it has one dimension
+    # The live memory, ``(rows, columns)`` or ``(rows,)``: what is written to it changes the model
     tensor: torch.Tensor
 
 
@@ -52,21 +43,10 @@ class ColumnPart:
 def local_pieces(value: torch.Tensor, name: str) -> tuple[tuple[int, ...], list[LocalPiece]]:
     """The shape of a whole tensor, and the boxes of it that this process holds.
 
-    Parameters
-    ----------
-    value
-        A plain tensor, a ``ShardedTensor`` or a ``DTensor``.
-    name
-        What errors call it.
+    `value`: a plain tensor, a ``ShardedTensor`` or a ``DTensor``.
+    `name`: what errors call it.
 
-    Returns
-    -------
-    The shape, and no piece, one or several. None is empty, but of an empty plain tensor.
-
-    Raises
-    ------
-    UnsupportedModelError
-        There are no plain values in this process's memory, or they are partial sums.
+    Returns: The shape, and no piece, one or several. None is empty, but of an empty plain tensor.
     """
     if is_a(value, "ShardedTensor"):
         shape, boxes = _shards(value)

@@ -31,14 +31,9 @@ class TorchKeyValue:
 
     A store whose process is stopped blocks whoever asks it. So one thread asks, and the caller gives up in time.
 
-    Parameters
-    ----------
-    store
-        The store.
-    prefix
-        What begins all keys.
-    timeout_seconds
-        How long one request may take.
+    `store`: the store.
+    `prefix`: what begins all keys.
+    `timeout_seconds`: how long one request may take.
     """
 
     def __init__(self, store: Store, prefix: str, timeout_seconds: float) -> None:
@@ -153,19 +148,9 @@ def agree_on_token(keyvalue: KeyValue, rank: int, world: int, timeout_seconds: f
     own among these knows that the token is new, and acknowledges it under the token's name: so rank 0 knows that the
     rank is there now.
 
-    Parameters
-    ----------
-    keyvalue
-        Keys that only this function uses.
-    rank, world
-        The number of this rank, and of all ranks.
-    timeout_seconds
-        How long a rank waits for the others.
-
-    Raises
-    ------
-    RanksError
-        Ranks did not come in time.
+    `keyvalue`: keys that only this function uses.
+    `rank`, `world`: the number of this rank, and of all ranks.
+    `timeout_seconds`: how long a rank waits for the others.
     """
     try:
         if rank == 0:

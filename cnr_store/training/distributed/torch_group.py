@@ -44,14 +44,9 @@ class _Transfer:
 class Messages:
     """Exchanges over one gloo group.
 
-    Parameters
-    ----------
-    group
-        A gloo group that nobody else uses.
-    rank
-        This rank, within the group.
-    timeout_seconds
-        How long to wait without a message where the caller does not watch.
+    `group`: a gloo group that nobody else uses.
+    `rank`: this rank, within the group.
+    `timeout_seconds`: how long to wait without a message where the caller does not watch.
     """
 
     def __init__(self, group: Gloo, rank: int, timeout_seconds: float) -> None:
@@ -198,17 +193,8 @@ class TorchGroup(Group):
     the store of the process group, so that it never meets what training sends. torch knows nothing of these groups: the
     names of those it knows come from how many there are, which may differ between ranks, and return when one is gone.
 
-    Parameters
-    ----------
-    process_group
-        The ranks that train together; by default all of them. Of any backend.
-    timeout_seconds
-        How long a rank that does not come or makes no progress is waited for.
-
-    Raises
-    ------
-    RanksError
-        Some ranks did not make the group, or could not be connected.
+    `process_group`: the ranks that train together; by default all of them. Of any backend.
+    `timeout_seconds`: how long a rank that does not come or makes no progress is waited for.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_seconds: float = 600) -> None:
@@ -361,12 +347,8 @@ class TorchGroup(Group):
 def job_group(process_group: dist.ProcessGroup | None = None, timeout_seconds: float = 600) -> Group:
     """The ranks of this job: `Alone` where torch.distributed is not in use.
 
-    Parameters
-    ----------
-    process_group
-        The ranks that train together; by default all of them.
-    timeout_seconds
-        How long a rank that does not come or makes no progress is waited for.
+    `process_group`: the ranks that train together; by default all of them.
+    `timeout_seconds`: how long a rank that does not come or makes no progress is waited for.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         return Alone(timeout_seconds)

@@ -35,85 +35,48 @@ _WRAPPERS = (AveragedModel, DataParallel, DistributedDataParallel)
 
 @dataclass(frozen=True)
 class Box:
-    """Where a shard of a table lies.
+    """Where a shard of a table lies."""
 
-    Attributes
-    ----------
-    rank
-        In the group of ranks that the table is sharded over.
-    first_row, first_column
-        Of the table.
-    rows, columns
-        How many.
-    """
-
-    rank: int
-    first_row: int
+    rank: int  # in the group of ranks that the table is sharded over
+    first_row: int  # first_row, first_column: of the table
     first_column: int
-    rows: int
+    rows: int  # rows, columns: how many
     columns: int
 
 
 @dataclass
 class Slot:
-    """State of an optimizer that follows a table's rows, as a store has it: the same on every number of ranks.
+    """State of an optimizer that follows a table's rows, as a store has it: the same on every number of ranks."""
 
-    Attributes
-    ----------
-    shape
-        ``(rows, dim)``; ``(rows,)`` of a number a row; ``(rows, shards)`` of a number a row and column shard.
-    boundaries
-        Of ``(rows, shards)``: the first column of the table in each column shard, ascending. Else empty.
-    pieces
-        What this process holds. Each is a live view.
-    """
-
+    # ``(rows, dim)``; ``(rows,)`` of a number a row; ``(rows, shards)`` of a number a row and column shard
     shape: tuple[int, ...]
+    # Of ``(rows, shards)``: the first column of the table in each column shard, ascending. Else empty.
     boundaries: tuple[int, ...] = ()
-    pieces: list[LocalPiece] = field(default_factory=list)
+    pieces: list[LocalPiece] = field(default_factory=list)  # what this process holds. Each is a live view.
 
 
 @dataclass
 class ShardedTable:
-    """A table, and what this process holds of it.
+    """A table, and what this process holds of it."""
 
-    Attributes
-    ----------
-    name
-        The key of its weight in the model's state dict, without what wrappers add.
-    shape
-        ``(rows, dim)`` of the whole.
-    dtype
-        Element type of the rows.
-    features
-        Whose ids are looked up in it.
-    boxes
-        All shards, on all ranks. One each for every rank that trains with the whole table by itself.
-    pieces
-        The live memory of this process's shards, without empty ones.
-    kernels
-        Of TorchRec, which hold this process's shards. Tables of one kernel share its settings.
-    replicated
-        Whether each rank has the whole table, and its optimizer is one like those of dense parameters.
-    cached
-        Whether rows may be newer in a cache than in `pieces`: `ShardedModule.flush` before each read, and
-        `ShardedModule.purge` after each write.
-    optimizer
-        What changes rows in the backward pass. None where an optimizer outside the module does it.
-    slots
-        The optimizer's state by name: ``"momentum1"``. The names are the same on all ranks.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    features: tuple[str, ...]
+    name: str  # the key of its weight in the model's state dict, without what wrappers add
+    shape: tuple[int, int]  # ``(rows, dim)`` of the whole
+    dtype: torch.dtype  # element type of the rows
+    features: tuple[str, ...]  # whose ids are looked up in it
+    # All shards, on all ranks. One each for every rank that trains with the whole table by itself.
     boxes: tuple[Box, ...]
+    # Whether each rank has the whole table, and its optimizer is one like those of dense parameters
     replicated: bool
+    # Whether rows may be newer in a cache than in `pieces`: `ShardedModule.flush` before each read, and
+    # `ShardedModule.purge` after each write
     cached: bool
+    # What changes rows in the backward pass. None where an optimizer outside the module does it.
     optimizer: FusedOptimizer | None
+    # The optimizer's state by name: ``"momentum1"``. The names are the same on all ranks.
     slots: dict[str, Slot]
+    # The live memory of this process's shards, without empty ones
     pieces: list[LocalPiece] = field(default_factory=list)
+    # Of TorchRec, which hold this process's shards. Tables of one kernel share its settings.
     kernels: list[Any] = field(default_factory=list, repr=False)
 
     def moves_untouched_rows(self) -> str | None:
@@ -134,21 +97,11 @@ class ShardedTable:
 
 @dataclass
 class ShardedModule:
-    """A module of TorchRec with tables that ranks share.
+    """A module of TorchRec with tables that ranks share."""
 
-    Attributes
-    ----------
-    path
-        In the model, without what wrappers add.
-    module
-        The ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``.
-    tables
-        In the module's order.
-    """
-
-    path: str
-    module: nn.Module
-    tables: list[ShardedTable]
+    path: str  # in the model, without what wrappers add
+    module: nn.Module  # the ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``
+    tables: list[ShardedTable]  # in the module's order
 
     def flush(self) -> None:
         """Write what a cache has back to the tables."""
@@ -164,15 +117,7 @@ class ShardedModule:
 def find_sharded(model: nn.Module) -> list[ShardedModule]:
     """The modules of `model` whose tables TorchRec shards, with their live memory.
 
-    Parameters
-    ----------
-    model
-        A ``DistributedModelParallel``, a module that has or is in one, or any other module, which has none.
-
-    Raises
-    ------
-    UnsupportedModelError
-        A table is not in plain memory, or rows are changed by more than lookups.
+    `model`: a ``DistributedModelParallel``, a module that has or is in one, or any other module, which has none.
     """
     base = getattr(sys.modules.get("torchrec.distributed.embedding_types"), "ShardedEmbeddingModule", None)
     if base is None:

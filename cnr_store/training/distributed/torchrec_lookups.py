@@ -24,13 +24,9 @@ Mark: TypeAlias = Callable[[str, int, torch.Tensor], None]
 def hook_lookups(sharded: ShardedModule, mark: Mark) -> LookupHooks:
     """Have `mark` called for every lookup with gradients in the module's tables.
 
-    Parameters
-    ----------
-    sharded
-        From `find_sharded`.
-    mark
-        Called once for each shard and feature, before rows change, from the thread that computes. A row that an id out
-        of range stands for is among those that it gets.
+    `sharded`: from `find_sharded`.
+    `mark`: called once for each shard and feature, before rows change, from the thread that computes. A row that an id
+    out of range stands for is among those that it gets.
     """
     return LookupHooks(sharded, mark)
 
@@ -38,12 +34,8 @@ def hook_lookups(sharded: ShardedModule, mark: Mark) -> LookupHooks:
 class LookupHooks:
     """The hooks of one module. Call `check` at each save, before the rows that were marked are taken.
 
-    Parameters
-    ----------
-    sharded
-        The module.
-    mark
-        As in `hook_lookups`.
+    `sharded`: the module.
+    `mark`: as in `hook_lookups`.
     """
 
     def __init__(self, sharded: ShardedModule, mark: Mark) -> None:

@@ -17,15 +17,7 @@ from cnr_store.training.distributed.torchrec import ShardedModule
 def take_fused(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], int | None]:
     """The optimizers that step, and where among those given the first stood that changes rows in the backward pass.
 
-    Parameters
-    ----------
-    optimizers
-        As a caller gave them: ``dmp.fused_optimizer``, others, or wrappers of TorchRec that keep no state.
-
-    Raises
-    ------
-    UnsupportedModelError
-        A wrapper keeps state of its own.
+    `optimizers`: as a caller gave them: ``dmp.fused_optimizer``, others, or wrappers of TorchRec that keep no state.
     """
     stepping: list[Optimizer] = []
     position = None
@@ -54,13 +46,7 @@ def follow_inner(optimizers: Sequence[Any]) -> None:
 
 
 def check_kept(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]) -> None:
-    """Check that the state of all fused optimizers given is that of sharded tables.
-
-    Raises
-    ------
-    UnsupportedModelError
-        One changes other rows in the backward pass, whose state nobody would save.
-    """
+    """Check that the state of all fused optimizers given is that of sharded tables."""
     known = {piece.tensor.data_ptr() for each in sharded for table in each.tables for piece in table.pieces}
     for leaf in _leaves(optimizers):
         for name, parameter in leaf.params.items() if _is_fused(leaf) else ():
@@ -74,13 +60,7 @@ def check_kept(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]
 
 
 def check_dense_kernels(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]) -> None:
-    """Check that no optimizer keeps state for tables that ranks share under the compute kernel ``dense``.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Such state is of one rank's shard, and nothing tells which rows it belongs to.
-    """
+    """Check that no optimizer keeps state for tables that ranks share under the compute kernel ``dense``."""
     for module in sharded if optimizers else ():
         tables = {each.name for each in module.tables if each.optimizer is None and not each.replicated}
         for name, parameter in module.module.named_parameters() if tables else ():

@@ -22,18 +22,10 @@ _TABLE_ELEMENTS = frozenset({"float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes
-    ----------
-    element
-        Torch's name of its element type.
-    values
-        Mapped, not read. Where numpy lacks the type, unsigned integers with the same bits.
-    """
-
-    element: str
-    values: Array
+    element: str  # Torch's name of its element type
+    values: Array  # mapped, not read. Where numpy lacks the type, unsigned integers with the same bits.
 
     @property
     def may_be_table(self) -> bool:
@@ -42,40 +34,20 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """The contents of a file.
+    """The contents of a file."""
 
-    Attributes
-    ----------
-    tensors
-        By name; tied ones once.
-    aliases
-        Further names of tied tensors, and the name that each stands for.
-    extra_state
-        What modules returned from ``get_extra_state``, by name.
-    as_leaf
-        Recognises the tensors within `extra_state`.
-    step
-        The step that the file gives beside the state dict.
-    module_versions
-        As `StoredState.module_versions`.
-    """
-
-    tensors: Mapping[str, FileTensor]
+    tensors: Mapping[str, FileTensor]  # by name; tied ones once
+    # Further names of tied tensors, and the name that each stands for
     aliases: Mapping[str, str] = field(default_factory=dict)
+    # What modules returned from ``get_extra_state``, by name
     extra_state: Mapping[str, Any] = field(default_factory=dict)
-    as_leaf: Callable[[object], Leaf | None] = lambda _: None
-    step: int | None = None
-    module_versions: Mapping[str, int] | None = None
+    as_leaf: Callable[[object], Leaf | None] = lambda _: None  # recognises the tensors within `extra_state`
+    step: int | None = None  # the step that the file gives beside the state dict
+    module_versions: Mapping[str, int] | None = None  # as `StoredState.module_versions`
 
 
 def clean_names(keys: Iterable[str], what: str = "the file") -> dict[str, str]:
-    """By key of a state dict, its name without the prefixes of wrappers.
-
-    Raises
-    ------
-    FormatError
-        Two keys have the same name.
-    """
+    """By key of a state dict, its name without the prefixes of wrappers."""
     names = {key: ".".join(part for part in key.split(".") if part != "_orig_mod") for key in keys}
     while names and all(name.startswith("module.") for name in names.values()):
         names = {key: name.removeprefix("module.") for key, name in names.items()}
@@ -88,13 +60,7 @@ _COMPARED_BYTES = 8 << 20
 
 
 def read_safetensors_file(file: int, path: str) -> ModelFile:
-    """The tensors of the open file descriptor `file`; errors name `path`.
-
-    Raises
-    ------
-    FormatError
-        The file is not in this format, or is damaged.
-    """
+    """The tensors of the open file descriptor `file`; errors name `path`."""
     nbytes = os.fstat(file).st_size
     length = LENGTH.unpack(os.pread(file, LENGTH.size, 0))[0] if nbytes >= LENGTH.size else 0
     start = LENGTH.size + length

@@ -23,15 +23,7 @@ _STEPS = ("step", "global_step", "iteration")
 
 
 def read_torch_file(path: Path, key: str | None) -> ModelFile:
-    """The state dict in a file, or the one that the file holds under `key`.
-
-    Raises
-    ------
-    FormatError
-        The file is damaged, needs code to be run, or holds something other than named tensors.
-    OptionError
-        The file holds nothing under `key`.
-    """
+    """The state dict in a file, or the one that the file holds under `key`."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError) as error:

@@ -32,35 +32,14 @@ Look = Callable[[], None]
 def load_newest_sound(catalog: Catalog, version: Version, load: Load, look: Look) -> Restored:
     """Load a version, or the newest one before it that is not damaged, and log what was skipped.
 
-    Parameters
-    ----------
-    load
-        Loads a whole version, whatever an earlier call has left in the model.
-    look
-        Called right before each listing that chooses what is loaded.
-
-    Raises
-    ------
-    EmptyStoreError, VersionNotFoundError
-        There is no such version, or it is removed while it is read.
-    ModelMismatchError
-        The version asked for does not fit. The model is unchanged.
-    CorruptionError
-        All are damaged, or don't fit though the first one may have. The model may be partly overwritten.
-    cnr_backends.BackendError
-        The storage does not answer, which is no damage.
+    `load`: loads a whole version, whatever an earlier call has left in the model.
+    `look`: called right before each listing that chooses what is loaded.
     """
     return _retry_removed(catalog, version, lambda: _load_first_sound(catalog, version, load), look)
 
 
 def load_found(catalog: Catalog, version: Version, load: Load, look: Look) -> Restored:
-    """Load the version asked for, and no other. `look` as for `load_newest_sound`.
-
-    Raises
-    ------
-    EmptyStoreError, VersionNotFoundError
-        There is no such version, or it is removed while it is read.
-    """
+    """Load the version asked for, and no other. `look` as for `load_newest_sound`."""
     return _retry_removed(catalog, version, lambda: load(catalog.find(version)), look)
 
 

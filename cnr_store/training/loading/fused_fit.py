@@ -28,39 +28,23 @@ Settings = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class FusedSlot:
-    """State to read: for the columns of `array`, from what is stored.
-
-    Attributes
-    ----------
-    path
-        Where it is stored.
-    weights
-        (stored columns, columns): how the numbers stored make those of each column; None where they are the same.
-    """
+    """State to read: for the columns of `array`, from what is stored."""
 
     array: RowArray
     fit: TableFit
+    # (stored columns, columns): how the numbers stored make those of each column; None where they are the same
     weights: npt.NDArray[np.float64] | None
-    path: str
+    path: str  # where it is stored
 
 
 @dataclass
 class FusedFit:
-    """What TorchRec's optimizers are to get.
+    """What TorchRec's optimizers are to get."""
 
-    Attributes
-    ----------
-    slots
-        What is read by rows.
-    resharded
-        By ``TABLE/SLOT``, the column shards saved and those of now, where they differ.
-    blended
-        By path, the weights of those.
-    """
-
-    slots: list[FusedSlot] = field(default_factory=list)
+    slots: list[FusedSlot] = field(default_factory=list)  # what is read by rows
+    # By ``TABLE/SLOT``, the column shards saved and those of now, where they differ
     resharded: dict[str, tuple[int, int]] = field(default_factory=dict)
-    blended: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    blended: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # by path, the weights of those
     _settings: Settings = field(default_factory=dict)
 
     def assign_settings(self, trained: TrainedModel) -> None:
@@ -81,12 +65,8 @@ def fit_fused(
 ) -> FusedFit:
     """Compare what TorchRec's optimizers keep with what is stored; what differs goes into `match`.
 
-    Parameters
-    ----------
-    moved
-        The stored state, and the tables that were stepped when it was saved.
-    arrays
-        The version's.
+    `moved`: the stored state, and the tables that were stepped when it was saved.
+    `arrays`: the version's.
     """
     fused, everything, tree = FusedFit(), match.selection.everything, moved.fused
     for table in moved.to_stepped.values():
@@ -144,11 +124,6 @@ def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) ->
     """What each table's kernels get. TorchRec may have joined tables in a kernel that were in several.
 
     What is counted takes its greatest value: a new table's kernel began to count later.
-
-    Raises
-    ------
-    ModelMismatchError
-        Tables that were saved with different rates are in one kernel now.
     """
     settings = {name: dict(group) for name, group in stored.items()}
     tables = [each for each in trained.fused_tables if each.parameter_name in settings]

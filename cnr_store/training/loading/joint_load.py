@@ -24,15 +24,7 @@ JointAttempt = Callable[[Callable[[], Record]], Restored]
 def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[], int]) -> T:
     """Do something on all ranks, which fails on all if it fails on one.
 
-    Parameters
-    ----------
-    progress
-        Gives another number whenever something was done: the other ranks wait as long as that goes on.
-
-    Raises
-    ------
-    CheckpointError
-        The error of this rank, or one of the class that another rank met.
+    `progress`: gives another number whenever something was done: the other ranks wait as long as that goes on.
     """
     if group.world == 1:
         return work()
@@ -64,10 +56,7 @@ def on_first_then_all(
 ) -> T:
     """Do something on the first rank, then on the others with what that one has read, as `on_all` does.
 
-    Parameters
-    ----------
-    pack
-        What the first rank has read, for `unpack` of the others.
+    `pack`: what the first rank has read, for `unpack` of the others.
     """
     if group.world == 1:
         return work()
@@ -116,14 +105,9 @@ def load_jointly(
 ) -> Restored:
     """Load on all ranks what the first one chooses.
 
-    Parameters
-    ----------
-    choose
-        Calls what it is given for the versions that it tries. Only the first rank runs it.
-    attempt
-        Loads one version, together with the other ranks. Gets a function that finds its record, which may fail.
-    find
-        The record of a version by its id.
+    `choose`: calls what it is given for the versions that it tries. Only the first rank runs it.
+    `attempt`: loads one version, together with the other ranks. Gets a function that finds its record, which may fail.
+    `find`: the record of a version by its id.
     """
     if group.world == 1:
         return choose(lambda record: attempt(lambda: record))

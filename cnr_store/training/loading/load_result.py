@@ -111,15 +111,7 @@ def warn_readers(restored: Restored, url: str, world: int) -> None:
 def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> None:
     """Give a reader its state back.
 
-    Parameters
-    ----------
-    rank, world
-        This process's number, and how many ranks there are.
-
-    Raises
-    ------
-    OptionError
-        The version holds none; or other ranks saved it, and the reader can't split what they had.
+    `rank`, `world`: this process's number, and how many ranks there are.
     """
     where = f"version {restored.version.id}, step {restored.step},"
     if any(each is not None for each in restored.readers):

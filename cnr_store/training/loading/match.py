@@ -47,55 +47,34 @@ class Match:
     """What is loaded, and what differs.
 
     Differences are collected, so that one error names them all; `prove` raises it.
-
-    Attributes
-    ----------
-    where
-        The version, for messages.
-    selection
-        What was asked for.
-    rows
-        Rows stored, by table of the version.
-    tables, tensors
-        What is loaded: tables, and by name the model's dense tensors.
-    missing, unexpected
-        Names of what only the model has, and only the version.
-    grown
-        Rows stored and rows in the model, by table.
-    cast
-        Element type stored and in the model, by name.
-    retied
-        What a tied name is the same as in the version and in the model, by that name.
-    loaders
-        Modules to which entries are left that they may take in another shape, or under other names. None if nothing is.
-    excluded
-        What is left as it is in the model.
-    handed, absent
-        Names of tensors that only the version has, and that a module may take; and that only the model has.
-    versions
-        As `StoredState.module_versions`.
-    refusals
-        Differences that keep the load from beginning, each with what to do.
-    turned
-        Names of tables that one side holds as tensors, and of their parameters.
     """
 
-    where: str
-    selection: Selection
-    rows: Mapping[str, int] = field(default_factory=dict)
+    where: str  # the version, for messages
+    selection: Selection  # what was asked for
+    rows: Mapping[str, int] = field(default_factory=dict)  # rows stored, by table of the version
+    # tables, tensors: what is loaded: tables, and by name the model's dense tensors
     tables: list[TableFit] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    # missing, unexpected: names of what only the model has, and only the version
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    # Rows stored and rows in the model, by table
     grown: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Element type stored and in the model, by name
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # What a tied name is the same as in the version and in the model, by that name
     retied: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # Modules to which entries are left that they may take in another shape, or under other names. None if nothing is.
     loaders: Loaders | None = None
-    excluded: Exclusion = NOTHING
+    excluded: Exclusion = NOTHING  # what is left as it is in the model
+    # handed, absent: names of tensors that only the version has, and that a module may take; and that only the model
+    # has
     handed: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    versions: Mapping[str, int] | None = None
+    versions: Mapping[str, int] | None = None  # as `StoredState.module_versions`
+    # Differences that keep the load from beginning, each with what to do
     refusals: list[str] = field(default_factory=list)
+    # Names of tables that one side holds as tensors, and of their parameters
     turned: set[str] = field(default_factory=set)
 
     def differs(self, message: str) -> None:
@@ -109,13 +88,7 @@ class Match:
         self.differs(message)
 
     def prove(self) -> None:
-        """Raise if anything was refused so far.
-
-        Raises
-        ------
-        ModelMismatchError
-            Naming every difference found, each with what to do.
-        """
+        """Raise if anything was refused so far."""
         if self.refusals:
             hidden = len(self.refusals) - _MAX_SHOWN
             more = f"\nand {hidden} more differences" if hidden > 0 else ""
@@ -127,13 +100,7 @@ class Match:
             log.warning("%s is loaded as far as it fits the model: %s", self.where, differences)
 
     def take_tables(self, stored: Mapping[str, ArrayEntry], tables: Sequence[Table]) -> None:
-        """Compare the tables chosen.
-
-        Raises
-        ------
-        ModelMismatchError
-            A pattern matches nothing, or rows are chosen of other tables than those chosen.
-        """
+        """Compare the tables chosen."""
         self.rows = {name: entry.shape[0] for name, entry in stored.items()}
         by_name = {table.name: table for table in tables}
         self.selection.check_rows_of(self._chosen("table", self.selection.tables, {*stored, *by_name}))
@@ -182,13 +149,7 @@ class Match:
         tensors: Mapping[str, torch.Tensor],
         stored_type: Callable[[str], str],
     ) -> None:
-        """Compare the dense tensors chosen. `stored_type` gives torch's name of the type that one is stored in.
-
-        Raises
-        ------
-        ModelMismatchError
-            A pattern matches nothing.
-        """
+        """Compare the dense tensors chosen. `stored_type` gives torch's name of the type that one is stored in."""
         for name in self._common("tensor", self.selection.tensors, stored, tensors):
             tensor, shape, type_name = tensors[name], stored[name], stored_type(name)
             if shape != tuple(tensor.shape) and not (self.loaders and self.loaders.takes(name)):
@@ -208,10 +169,7 @@ class Match:
     def compare_ties(self, stored: Mapping[str, str], model: Mapping[str, str]) -> None:
         """Compare what tied names are the same as, of those that are the same as something loaded.
 
-        Parameters
-        ----------
-        stored, model
-            By tied name, the name that its values are under.
+        `stored`, `model`: by tied name, the name that its values are under.
         """
         loaded = {table_parameter(fit.table.name) for fit in self.tables} | self.tensors.keys()
         for name, owner in model.items():
@@ -296,14 +254,8 @@ def match_model(
     loaders: Loaders | None = None,
     excluded: Exclusion = NOTHING,
 ) -> Match:
-    """Compare the tables and dense tensors of a model with those of a version. `loaders` and `excluded`: see `Match`.
-
-    Raises
-    ------
-    ModelMismatchError
-        They differ: with ``strict="raise"`` in any way, else in one that can't be passed over.
-    CorruptionError, FormatError
-        The version is damaged.
+    """Compare the tables and dense tensors of a model with those of a version. `loaders` and `excluded`: see
+    `Match`.
     """
     match = Match(
         f"version {record.id} of {catalog.backend.url}", selection, loaders=loaders, excluded=excluded

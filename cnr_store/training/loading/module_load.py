@@ -23,12 +23,8 @@ from cnr_store.training.tracking.version_counter import VersionCounter
 class ModuleLoad:
     """One load of a state dict in which what is in place already stands for itself, so that nothing of it is copied.
 
-    Parameters
-    ----------
-    match
-        How the model and the version differ. The state dict is to be without what is `absent`.
-    values
-        What is not in place, by stored name: tensors, and extra state. All else is, and the tables are filled.
+    `match`: how the model and the version differ. The state dict is to be without what is `absent`.
+    `values`: what is not in place, by stored name: tensors, and extra state. All else is, and the tables are filled.
     """
 
     def __init__(

@@ -35,24 +35,14 @@ _KINDS = {
 
 @dataclass
 class MovedTables:
-    """What a version holds of optimizers, as if each table had been trained then by what trains it now.
+    """What a version holds of optimizers, as if each table had been trained then by what trains it now."""
 
-    Attributes
-    ----------
-    trees
-        Of the optimizers that step.
-    fused
-        Of TorchRec's; None if there is none.
-    to_stepped, to_fused
-        The tables whose state is carried over, by name.
-    without_state
-        Names of the parameters whose state can't be carried over.
-    """
-
-    trees: list[Tree]
-    fused: Tree | None
+    trees: list[Tree]  # of the optimizers that step
+    fused: Tree | None  # of TorchRec's; None if there is none
+    # to_stepped, to_fused: the tables whose state is carried over, by name
     to_stepped: dict[str, Table] = field(default_factory=dict)
     to_fused: dict[str, Table] = field(default_factory=dict)
+    # Names of the parameters whose state can't be carried over
     without_state: set[str] = field(default_factory=set)
 
 
@@ -66,14 +56,9 @@ def move_tables(
 ) -> MovedTables:
     """Find the tables that another kind of optimizer trained; what can't be carried over goes into `match`.
 
-    Parameters
-    ----------
-    trees, fused
-        The stored state of the optimizers that step, and of TorchRec's.
-    names
-        ``id(parameter)`` to name.
-    arrays
-        The version's.
+    `trees`, `fused`: the stored state of the optimizers that step, and of TorchRec's.
+    `names`: ``id(parameter)`` to name.
+    `arrays`: the version's.
     """
     moved = MovedTables([dict(tree) for tree in trees], None if fused is None else dict(fused))
     was_fused = {

@@ -36,40 +36,20 @@ _BEGIN_AT_ZERO = (SGD, Adam, AdamW, RMSprop, SparseAdam)
 
 @dataclass
 class OptimizerFit:
-    """What one optimizer is to get.
-
-    Attributes
-    ----------
-    tree
-        The stored state, see `optimizer_tree`.
-    fits
-        By name, the tables loaded that the optimizer trains.
-    loaded
-        Names of the parameters whose state is loaded. One without any in `tree` had none.
-    settings
-        Whether the groups' settings are loaded, and state that has no parameter's name.
-    moved
-        Names of the tables whose state is read from what a fused optimizer kept.
-    slots
-        By table and key, the tensor to fill: the optimizer's own, or a new one.
-    """
+    """What one optimizer is to get."""
 
     optimizer: Optimizer
-    tree: Tree
-    fits: Mapping[str, TableFit]
+    tree: Tree  # the stored state, see `optimizer_tree`
+    fits: Mapping[str, TableFit]  # by name, the tables loaded that the optimizer trains
+    # Names of the parameters whose state is loaded. One without any in `tree` had none.
     loaded: Collection[str]
-    settings: bool
-    moved: Collection[str] = ()
+    settings: bool  # whether the groups' settings are loaded, and state that has no parameter's name
+    moved: Collection[str] = ()  # names of the tables whose state is read from what a fused optimizer kept
+    # By table and key, the tensor to fill: the optimizer's own, or a new one
     slots: Slots = field(default_factory=dict)
 
     def take_slots(self, arrays: Mapping[str, ArrayEntry]) -> None:
-        """Find or make the tensors for the state that follows rows. `arrays` are the version's.
-
-        Raises
-        ------
-        ModelMismatchError
-            State has another shape, or new rows need some and its initial value is unknown.
-        """
+        """Find or make the tensors for the state that follows rows. `arrays` are the version's."""
         for name, fit in self.fits.items():
             for slot in self.tree["slots"].get(name, ()):
                 key = key_of(slot)
@@ -154,14 +134,9 @@ def fit_optimizers(
 ) -> list[OptimizerFit]:
     """The optimizers whose state is loaded; what differs goes into `match`.
 
-    Parameters
-    ----------
-    moved
-        The stored state of each optimizer of the version.
-    names
-        ``id(parameter)`` to name.
-    loaded
-        Names of the parameters that are loaded.
+    `moved`: the stored state of each optimizer of the version.
+    `names`: ``id(parameter)`` to name.
+    `loaded`: names of the parameters that are loaded.
     """
     everything, trees = match.selection.everything, moved.trees
     loaded = {*loaded} - moved.without_state

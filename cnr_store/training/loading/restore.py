@@ -78,26 +78,11 @@ class Restore:
 
     Nothing of the model is changed before the proof is complete.
 
-    Parameters
-    ----------
-    objects
-        The `state` objects of the checkpointer, by name.
-    salvage
-        Whether rows that are damaged or lost take older values.
-    group
-        The ranks that load together; None for this process alone.
+    `objects`: the `state` objects of the checkpointer, by name.
+    `salvage`: whether rows that are damaged or lost take older values.
+    `group`: the ranks that load together; None for this process alone.
 
-    Attributes
-    ----------
-    is_damaged
-        Whether `run` met rows that are damaged or lost.
-
-    Raises
-    ------
-    ModelMismatchError
-        Names, shapes or types differ: with ``strict="raise"`` in any way, else in one that can't be passed over.
-    CorruptionError, FormatError
-        The version is damaged.
+    `is_damaged`: whether `run` met rows that are damaged or lost.
     """
 
     @torch.inference_mode(False)  # what optimizers are given is theirs, to be trained with
@@ -225,15 +210,9 @@ class Restore:
 
         `on_rows` is called once all rows are read, before code of the caller that may change them.
 
-        Returns
-        -------
-        What was restored, and for each table that is now what the version holds, packed, the rows that changed since
+        Returns: What was restored, and for each table that is now what the version holds, packed, the rows that changed
+        since
         its whole version.
-
-        Raises
-        ------
-        CorruptionError
-            The version is damaged; the model is then partly overwritten and must be loaded again.
         """
         changed, salvaged = self._read_rows(transfer)
         on_rows([(fit.optimizer, fit.expected_slots()) for fit in self._fits])

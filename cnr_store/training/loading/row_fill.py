@@ -96,10 +96,7 @@ class AllRows(Fill):
 class RowsThere(AllRows):
     """The same, decoded on the target's device.
 
-    Parameters
-    ----------
-    there
-        The target's rows, which are in one part. Where the device can't decode them, the host does.
+    `there`: the target's rows, which are in one part. Where the device can't decode them, the host does.
     """
 
     reader: ArrayReader
@@ -184,10 +181,7 @@ class ChosenRows(Fill):
 class Blended(ChosenRows):
     """The same, each column made of the numbers stored by `weights`.
 
-    Parameters
-    ----------
-    weights
-        (stored columns, columns of the array) float64.
+    `weights`: (stored columns, columns of the array) float64.
     """
 
     def __init__(
@@ -222,13 +216,7 @@ def _columns(part: ColumnPart, values: AnyArray) -> AnyArray:
 
 
 def fill_all(fills: Sequence[Fill], transfer: Transfer) -> None:
-    """Fill every target. Small tables are read beside each other, large ones in pieces.
-
-    Raises
-    ------
-    CorruptionError
-        The tensors are then partly overwritten.
-    """
+    """Fill every target. Small tables are read beside each other, large ones in pieces."""
     pieces = ((fill, region) for fill in fills for region in fill.regions())
     try:
         for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):

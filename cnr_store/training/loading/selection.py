@@ -23,37 +23,22 @@ _MAX_ROW = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Selection:
-    """What a load takes; by default a whole version, into the model that was saved.
+    """What a load takes; by default a whole version, into the model that was saved."""
 
-    Attributes
-    ----------
-    tables, tensors
-        Patterns of names.
-    rows
-        By pattern of table names, the rows to take: ascending, each once. None takes all.
-    everything
-        Whether the rest of training (settings, `state` objects, random numbers) is taken, too.
-    strict
-        What happens where model and version differ: ``raise`` refuses the load, ``ignore`` and ``report`` load what
-        fits.
-    """
-
-    tables: Patterns = ("*",)
+    tables: Patterns = ("*",)  # tables, tensors: patterns of names
     tensors: Patterns = ("*",)
+    # By pattern of table names, the rows to take: ascending, each once. None takes all.
     rows: Mapping[str, Ids] | None = None
+    # Whether the rest of training (settings, `state` objects, random numbers) is taken, too
     everything: bool = True
+    # What happens where model and version differ: ``raise`` refuses the load, ``ignore`` and ``report`` load what fits
     strict: Strict = "raise"
 
     @classmethod
     def from_options(
         cls, tables: Any = None, tensors: Any = None, rows: Any = None, strict: object = "raise"
     ) -> Selection:
-        """The selection that the options of `Checkpointer.load` stand for.
-
-        Raises
-        ------
-        OptionError
-        """
+        """The selection that the options of `Checkpointer.load` stand for."""
         known: Strict | None = next((choice for choice in get_args(Strict) if choice == strict), None)
         if known is None:
             raise OptionError(f"strict={strict!r}: give 'raise', 'ignore' or 'report'")
@@ -90,15 +75,7 @@ class Selection:
     def check_rows_of(self, tables: Collection[str]) -> None:
         """Prove that rows are chosen of each of these tables, and of no other: a typo must not load all rows.
 
-        Parameters
-        ----------
-        tables
-            Names of the tables chosen.
-
-        Raises
-        ------
-        ModelMismatchError
-            A pattern matches none of the tables, or a table matches no pattern.
+        `tables`: names of the tables chosen.
         """
         if self.rows is None:
             return

@@ -27,15 +27,7 @@ _BESIDE_STATE = ("dense/optim/", "dense/state/")
 def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str, seen: set[str] | None = None) -> Any:
     """Decode the state of a version, or a part of it, with the arrays that stand beside it.
 
-    Parameters
-    ----------
-    seen
-        Paths of the arrays that other parts have referred to. Those of this one are added.
-
-    Raises
-    ------
-    FormatError, CorruptionError
-        The state is malformed; `where` names the version.
+    `seen`: paths of the arrays that other parts have referred to. Those of this one are added.
     """
     seen = set() if seen is None else seen
 

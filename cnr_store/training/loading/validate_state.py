@@ -24,35 +24,17 @@ _SLOT_TYPES = {dtype_name(dtype): dtype for dtype in SLOT_DTYPES}
 
 @dataclass(frozen=True)
 class StoredState:
-    """The state of a version, decoded and proven.
+    """The state of a version, decoded and proven."""
 
-    Attributes
-    ----------
-    reader
-        Where the data stood.
-    objects
-        States of the `state` objects, by name.
-    optimizers
-        As `optimizer_tree` takes them.
-    extra_state
-        Of the model's modules, by name.
-    rng
-        For `set_rng_state`; None if it was not saved, or other ranks saved it.
-    readers
-        Of a version that another number of ranks saved, where the data of each stood.
-    rng_ranks
-        How many ranks saved random number generators, if another number loads them; else 0.
-    module_versions
-        Of modules' state, by the name of the module; 1 of others. None if it was not saved.
-    """
-
-    reader: Any
-    objects: Mapping[str, Any]
-    optimizers: Sequence[Tree]
-    extra_state: Mapping[str, Any]
-    rng: Mapping[str, Any] | None
+    reader: Any  # where the data stood
+    objects: Mapping[str, Any]  # states of the `state` objects, by name
+    optimizers: Sequence[Tree]  # as `optimizer_tree` takes them
+    extra_state: Mapping[str, Any]  # of the model's modules, by name
+    rng: Mapping[str, Any] | None  # for `set_rng_state`; None if it was not saved, or other ranks saved it
+    # Of a version that another number of ranks saved, where the data of each stood
     readers: tuple[Any, ...] = ()
-    rng_ranks: int = 0
+    rng_ranks: int = 0  # how many ranks saved random number generators, if another number loads them; else 0
+    # Of modules' state, by the name of the module; 1 of others. None if it was not saved.
     module_versions: Mapping[str, int] | None = None
 
 
@@ -72,13 +54,7 @@ class _Optimizer(Struct, rename={"kind": "class"}):
 
 
 def check_tree(tree: object, where: str) -> StoredState:
-    """Prove the tree's members: their types, the optimizers' trees, the random number generators.
-
-    Raises
-    ------
-    CorruptionError
-        Naming what is malformed.
-    """
+    """Prove the tree's members: their types, the optimizers' trees, the random number generators."""
     try:
         doc = proven(tree, dict, "it")
         state: StoredState = proven({**doc, "readers": (), "rng_ranks": 0}, StoredState, "it")
@@ -103,13 +79,7 @@ def with_own_part(state: StoredState, part: object, where: str) -> StoredState:
 
 
 def with_other_parts(state: StoredState, parts: Sequence[object], where: str) -> StoredState:
-    """A state of another number of ranks: with all their readers, and without their random number generators.
-
-    Raises
-    ------
-    CorruptionError
-        Naming what is malformed.
-    """
+    """A state of another number of ranks: with all their readers, and without their random number generators."""
     own = [_own_members(part, where) for part in parts]
     has_rng = any(rng is not None for _, rng in own)
     readers = tuple(reader for reader, _ in own)
@@ -144,15 +114,7 @@ def check_slots(
 ) -> None:
     """Prove that the trees name each array of row-following optimizer state once, and that it is a table's.
 
-    Parameters
-    ----------
-    rows
-        Of each table of the version.
-
-    Raises
-    ------
-    CorruptionError
-        One is not stored, does not follow the table's rows, is named twice, or not at all.
+    `rows`: of each table of the version.
     """
     named: set[str] = set()
     for tree in trees:
@@ -181,11 +143,6 @@ def torch_value(leaf: Leaf) -> object:
     """The tensor or the array that a leaf stands for, or torch's type, device or shape.
 
     Values of other classes stay as they are.
-
-    Raises
-    ------
-    FormatError, ModelMismatchError
-        Its element type is not one whose bits it holds, or none that this torch has.
     """
     if isinstance(leaf, OfClass):
         makers: Any = {"torch.dtype": dtype_named, "torch.device": torch.device, "torch.Size": torch.Size}

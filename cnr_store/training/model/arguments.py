@@ -39,12 +39,7 @@ def check_callback(name: str, function: Callable[..., object] | None) -> Callabl
 
 
 def check_group(group: object) -> torch.distributed.ProcessGroup | None:
-    """A process group of torch.distributed that this process is in, or None for all ranks.
-
-    Raises
-    ------
-    OptionError
-    """
+    """A process group of torch.distributed that this process is in, or None for all ranks."""
     if group is None:
         return None
     if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):

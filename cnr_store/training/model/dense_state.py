@@ -47,19 +47,9 @@ def dense_items(
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Each entry of the state dict that is no table and no extra state.
 
-    Parameters
-    ----------
-    state
-        From `named_state`, where the caller has it.
+    `state`: from `named_state`, where the caller has it.
 
-    Returns
-    -------
-    Its name, the first name of the same tensor, and the tensor.
-
-    Raises
-    ------
-    UnsupportedModelError
-        An entry is no dense tensor with values, its elements share memory, or two entries have one name.
+    Returns: Its name, the first name of the same tensor, and the tensor.
     """
     of_tables = {id(table.parameter) for table in tables}
     spread = {table.key for table in tables if isinstance(table, SpreadTable)}
@@ -190,10 +180,7 @@ class Loaders:
     These have hooks before ``load_state_dict``, or a ``_load_from_state_dict`` of their own; or the model has a
     ``load_state_dict`` of its own. `skipped`, TorchRec's modules, are passed over with all in them.
 
-    Attributes
-    ----------
-    act
-        Whether a load runs any code of the model's, hooks after it included.
+    `act`: whether a load runs any code of the model's, hooks after it included.
     """
 
     def __init__(self, model: nn.Module, skipped: Collection[nn.Module] = ()) -> None:

@@ -49,15 +49,7 @@ def clean_name(key: str, wrappers: Collection[str] = ()) -> str:
 def state_names(model: nn.Module, keys: Collection[str] | None = None) -> dict[str, str]:
     """The stored name of every key of ``model.state_dict()``, in its order.
 
-    Parameters
-    ----------
-    keys
-        The keys of the state dict, where the caller has it.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Two keys have the same name.
+    `keys`: the keys of the state dict, where the caller has it.
     """
     wrappers = wrapper_paths(model)
     names = {

@@ -31,15 +31,9 @@ _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 @dataclass(frozen=True)
 class SpreadLeaf(ArrayLeaf):
-    """A DTensor as a leaf of a state: of its values, only shape and type are here.
+    """A DTensor as a leaf of a state: of its values, only shape and type are here."""
 
-    Attributes
-    ----------
-    pieces
-        Copies of what this process holds of it.
-    """
-
-    pieces: tuple[DensePiece, ...] = ()
+    pieces: tuple[DensePiece, ...] = ()  # copies of what this process holds of it
 
 
 def spread_leaf(value: torch.Tensor, name: str) -> SpreadLeaf:
@@ -169,13 +163,7 @@ def check_settings(optimizers: Sequence[Optimizer]) -> None:
 
 
 def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's tree as it is stored: state of parameters that are DTensors is as leaves.
-
-    Raises
-    ------
-    UnsupportedModelError
-        Some of it is spread in another way than its parameter.
-    """
+    """An optimizer's tree as it is stored: state of parameters that are DTensors is as leaves."""
     spread = {
         names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)
     }

@@ -20,13 +20,9 @@ def load_uncast(optimizer: Optimizer, state_dict: dict[str, Any], converted: Col
 
     A class with a ``load_state_dict`` of its own decides about types itself.
 
-    Parameters
-    ----------
-    state_dict
-        As torch takes it, with parameters' numbers as keys.
-    converted
-        Numbers of parameters of another type than the one that was saved. Their state is cast as they were, except for
-        tensors that are the optimizer's own already.
+    `state_dict`: as torch takes it, with parameters' numbers as keys.
+    `converted`: numbers of parameters of another type than the one that was saved. Their state is cast as they were,
+    except for tensors that are the optimizer's own already.
     """
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         optimizer.load_state_dict(state_dict)

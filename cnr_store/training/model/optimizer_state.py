@@ -24,13 +24,7 @@ FUSED = "torchrec.fused"
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """None, one optimizer, or several, as a list, without known wrappers.
-
-    Raises
-    ------
-    StateError
-        Something in it is no `torch.optim.Optimizer`.
-    """
+    """None, one optimizer, or several, as a list, without known wrappers."""
     if optimizer is None:
         return []
     given: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -134,27 +128,14 @@ def parts_of(state: object) -> Iterator[object]:
 def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Sequence[Table]) -> Tree:
     """The optimizer's state by parameter name, without the slots of tables.
 
-    Parameters
-    ----------
-    names
-        From `parameter_names`.
-    tables
-        Their `row_slots` are not in the result, only the slots' names are.
+    `names`: from `parameter_names`.
+    `tables`: their `row_slots` are not in the result, only the slots' names are.
 
-    Returns
-    -------
-    ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
+    Returns: ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
     {table name: [slot]}, "columns": {table name: [slot that lies by columns]}, "other": {key: value}}``, and, where its
     ``state_dict`` has further members, ``"more": {key: value}``; where one tensor is state of several parameters,
     ``"shared": [[name, key, name before, key there]]``. One in another form than torch's is ``"whole"``, and
     ``"state"``, ``"slots"`` and ``"other"`` are empty. Tensors in it are the optimizer's own.
-
-    Raises
-    ------
-    UnsupportedModelError
-        The optimizer has a parameter that is not in the model.
-    StateError
-        Its ``state_dict`` fails, as with state of a parameter that is in no group, or changes a slot.
     """
     groups = named_groups(optimizer, names)
     slots = {table.parameter_name: row_slots(optimizer, table.parameter) for table in tables}
@@ -272,25 +253,12 @@ def load_optimizer(
 ) -> None:
     """Load the state that `optimizer_tree` took, through the optimizer's own ``load_state_dict``.
 
-    Parameters
-    ----------
-    names
-        From `parameter_names`.
-    tables
-        The tables whose slots are in `slots`.
-    tree
-        From `optimizer_tree`.
-    slots
-        ``{table name: {slot: tensor}}``. A tensor on the parameter's device becomes the optimizer's own without a
-        copy. An optimizer without state gets it.
-    converted
-        Names of parameters of another element type than the tree's: see `load_uncast`.
-
-    Raises
-    ------
-    ModelMismatchError
-        The optimizer is of another class, its groups hold other parameters, or a slot is missing or has
-        other rows. The optimizer is unchanged.
+    `names`: from `parameter_names`.
+    `tables`: the tables whose slots are in `slots`.
+    `tree`: from `optimizer_tree`.
+    `slots`: ``{table name: {slot: tensor}}``. A tensor on the parameter's device becomes the optimizer's own without a
+    copy. An optimizer without state gets it.
+    `converted`: names of parameters of another element type than the tree's: see `load_uncast`.
     """
     if tree["class"] != type(optimizer).__name__:
         raise ModelMismatchError(
@@ -349,13 +317,7 @@ def _share_tensors(own: Sequence[Group], saved: Sequence[Group]) -> None:
 
 
 def check_groups(optimizer: Optimizer, names: Mapping[int, str], tree: Tree) -> list[Group]:
-    """Check that the tree has each parameter group of the optimizer, and no other; the tree's, in its order.
-
-    Raises
-    ------
-    ModelMismatchError, UnsupportedModelError
-        Naming the group that differs.
-    """
+    """Check that the tree has each parameter group of the optimizer, and no other; the tree's, in its order."""
     return _match_groups(tree["param_groups"], named_groups(optimizer, names))
 
 

@@ -24,21 +24,11 @@ def check_patterns(option: str, given: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What versions are without, as a caller or the model says.
+    """What versions are without, as a caller or the model says."""
 
-    Attributes
-    ----------
-    patterns
-        Of the names of tables, and of entries of the state dict.
-    absent
-        Names of parameters that the model leaves out of its state dict.
-    tables
-        Names of parameters that are tables.
-    """
-
-    patterns: tuple[str, ...] = ()
-    absent: Collection[str] = ()
-    tables: Collection[str] = ()
+    patterns: tuple[str, ...] = ()  # of the names of tables, and of entries of the state dict
+    absent: Collection[str] = ()  # names of parameters that the model leaves out of its state dict
+    tables: Collection[str] = ()  # names of parameters that are tables
 
     def fits(self, *names: str) -> bool:
         """Whether a pattern fits one of these names."""

@@ -22,15 +22,7 @@ _TORCH_HEAD = struct.Struct("<QiiQ")
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the global random number generators.
-
-    Raises
-    ------
-    UnsupportedModelError
-        numpy's global generator was replaced by one of another class.
-    SaveError
-        A device failed.
-    """
+    """The state of the global random number generators."""
     numpy_state = np.random.get_state(legacy=False)
     if numpy_state["bit_generator"] != _TWISTER:
         raise UnsupportedModelError(
@@ -69,11 +61,6 @@ def check_rng_state(state: Mapping[str, Any]) -> None:
     """Check that `set_rng_state` can take a state, and that drawing numbers then stays inside of it.
 
     numpy takes any position and reads memory there, so the state is not tried on the generators themselves.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError, RuntimeError
-        What is wrong with it.
     """
     check_torch(state["torch"])
     check_numpy(*state["numpy"])

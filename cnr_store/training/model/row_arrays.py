@@ -34,32 +34,15 @@ MOST_ROWS_KEPT = 1 << 15
 
 @dataclass(frozen=True)
 class RowArray:
-    """An array whose rows are a table's: its weight, or state of an optimizer that follows its rows.
+    """An array whose rows are a table's: its weight, or state of an optimizer that follows its rows."""
 
-    Attributes
-    ----------
-    table
-        The table.
-    path
-        The array's path in a version: ``tables/NAME/SLOT``.
-    shape
-        ``(rows,)``, ``(rows, k)`` or the table's: that of the array on all ranks.
-    element
-        torch's name of its element type.
-    parts
-        The memory of the rows that this process holds; not a copy.
-    is_weight
-        Whether it is the table itself.
-    boundaries
-        Of state with a column for each column shard of the table: where in the table these begin. Else empty.
-    """
-
-    table: Table
-    path: str
-    shape: tuple[int, ...]
-    element: str
-    parts: tuple[ColumnPart, ...]
-    is_weight: bool = False
+    table: Table  # the table
+    path: str  # the array's path in a version: ``tables/NAME/SLOT``
+    shape: tuple[int, ...]  # ``(rows,)``, ``(rows, k)`` or the table's: that of the array on all ranks
+    element: str  # torch's name of its element type
+    parts: tuple[ColumnPart, ...]  # the memory of the rows that this process holds; not a copy
+    is_weight: bool = False  # whether it is the table itself
+    # Of state with a column for each column shard of the table: where in the table these begin. Else empty.
     boundaries: tuple[int, ...] = ()
 
     @cached_property
@@ -96,13 +79,7 @@ class RowArray:
         return sum(part.columns for part in self.parts)
 
     def copy_rows(self, ids: AnyArray | slice, out: AnyArray) -> None:
-        """Copy rows that this process holds, by their numbers from the first one held, part beside part.
-
-        Raises
-        ------
-        SaveError
-            A device that holds them failed.
-        """
+        """Copy rows that this process holds, by their numbers from the first one held, part beside part."""
         column = 0
         for part in self.parts:
             target = out[:, column : column + part.columns]
@@ -123,19 +100,12 @@ class SlotNames:
     """What the store calls state by rows: as the optimizer does, or KEY@POSITION where another one's is called so.
 
     A name stays its optimizer's: rows that a delta leaves out are read from older versions, under the same name.
-
-    Attributes
-    ----------
-    optimizers
-        All that are saved.
-    kept_whole
-        Those whose ``state_dict`` is stored as it is, and nothing of it by rows.
-    owners
-        By table and key, the optimizer whose state has the key as its name.
     """
 
-    optimizers: Sequence[Optimizer] = ()
+    optimizers: Sequence[Optimizer] = ()  # all that are saved
+    # Those whose ``state_dict`` is stored as it is, and nothing of it by rows
     kept_whole: Collection[Optimizer] = ()
+    # By table and key, the optimizer whose state has the key as its name
     owners: dict[tuple[str, str], Optimizer] = field(default_factory=dict)
 
     def name(self, table: str, optimizer: Optimizer, key: str) -> str:
@@ -182,15 +152,7 @@ class RowArrays:
     def now(self, tables: Sequence[Table], fused: bool = False) -> list[RowArray]:
         """Every array that is stored by rows, those of a table next to each other.
 
-        Parameters
-        ----------
-        fused
-            Whether state that TorchRec's modules keep is among them.
-
-        Raises
-        ------
-        UnsupportedModelError
-            State has a name that can't be stored, or that of the table's own rows.
+        `fused`: whether state that TorchRec's modules keep is among them.
         """
         return [array for table in tables for array in self._of_table(table, fused)]
 
@@ -235,13 +197,7 @@ def _table_arrays(table: Table, slots: Sequence[tuple[str, torch.Tensor]], fused
 
 
 def slot_parts(table: Table, slot: str, tensor: torch.Tensor) -> tuple[ColumnPart, ...]:
-    """The memory that this process holds of what an optimizer keeps for a table's rows.
-
-    Raises
-    ------
-    UnsupportedModelError
-        The table is a DTensor, and the state is not spread like it; or the other way round.
-    """
+    """The memory that this process holds of what an optimizer keeps for a table's rows."""
     if not (is_dtensor(table.parameter) or is_dtensor(tensor)):
         return (ColumnPart(0, tensor),)
     name = f"table {table.name!r}: the optimizer's {slot!r}"
@@ -250,13 +206,7 @@ def slot_parts(table: Table, slot: str, tensor: torch.Tensor) -> tuple[ColumnPar
 
 
 def checked(arrays: Sequence[RowArray]) -> Sequence[RowArray]:
-    """The arrays, if each of their rows fits into a chunk.
-
-    Raises
-    ------
-    UnsupportedModelError
-        A row is too wide to be a chunk.
-    """
+    """The arrays, if each of their rows fits into a chunk."""
     for array in arrays:
         if array.row_bytes > MAX_CHUNK_DECODED_BYTES:
             raise UnsupportedModelError(

@@ -26,32 +26,16 @@ Lookup = nn.Embedding | nn.EmbeddingBag
 
 @dataclass(eq=False)
 class Table:
-    """One embedding parameter of a model, of which this process holds all rows and columns.
+    """One embedding parameter of a model, of which this process holds all rows and columns."""
 
-    Attributes
-    ----------
-    name
-        The name in the store: its module's path without wrapper prefixes.
-    parameter_name
-        The name in optimizers' state: see `parameter_names`.
-    key
-        Its key in ``model.state_dict()``, by its module.
-    parameter
-        ``(rows, dim)``.
-    tied_names
-        Stored names of the other state dict entries that are this same parameter.
-    modules
-        The modules that look up rows in it.
-    shared_with
-        Names of what else uses its memory: modules that look up no rows (a tied output layer), other tensors.
-    """
-
-    name: str
-    parameter_name: str
-    key: str
-    parameter: nn.Parameter
+    name: str  # the name in the store: its module's path without wrapper prefixes
+    parameter_name: str  # the name in optimizers' state: see `parameter_names`
+    key: str  # its key in ``model.state_dict()``, by its module
+    parameter: nn.Parameter  # ``(rows, dim)``
+    # Stored names of the other state dict entries that are this same parameter
     tied_names: tuple[str, ...] = ()
-    modules: list[Lookup] = field(default_factory=list)
+    modules: list[Lookup] = field(default_factory=list)  # the modules that look up rows in it
+    # Names of what else uses its memory: modules that look up no rows (a tied output layer), other tensors
     shared_with: list[str] = field(default_factory=list)
 
     def share_with(self, name: str) -> None:
@@ -132,14 +116,10 @@ class DTensorTable(PiecedTable):
 class SpreadTable(PiecedTable):
     """A table that TorchRec shards over ranks, and what this process holds of it.
 
-    Parameters
-    ----------
-    name
-        The name in the store.
-    sharded
-        What TorchRec says of it.
-    parameter
-        What an optimizer steps, of a table that each rank has whole; else None: the rows change in the backward pass.
+    `name`: the name in the store.
+    `sharded`: what TorchRec says of it.
+    `parameter`: what an optimizer steps, of a table that each rank has whole; else None: the rows change in the
+    backward pass.
     """
 
     def __init__(self, name: str, sharded: ShardedTable, parameter: nn.Parameter | None) -> None:
@@ -198,23 +178,12 @@ def find_tables(
 ) -> list[Table]:
     """The tables of a model: one for each distinct weight of its Embedding and EmbeddingBag modules.
 
-    Parameters
-    ----------
-    sharded
-        TorchRec's modules in it, whose tables are among the result.
-    excluded
-        What is passed over.
+    `sharded`: TorchRec's modules in it, whose tables are among the result.
+    `excluded`: what is passed over.
 
-    Returns
-    -------
-    They are in the order of ``model.state_dict()``. Weights that are computed (parametrized, pruned) are no tables;
+    Returns: They are in the order of ``model.state_dict()``. Weights that are computed (parametrized, pruned) are no
+    tables;
     their sources are dense tensors.
-
-    Raises
-    ------
-    UnsupportedModelError
-        A table can't be stored (see `check_weight`) or is missing in the state dict, two entries have one name, or
-        this process does not hold the values of one.
     """
     state = model.state_dict(keep_vars=True)
     names = state_names(model, state)
@@ -273,14 +242,7 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
 
 
 def check_weight(path: str, weight: nn.Parameter) -> None:
-    """Check that the weight of the module at `path` can be stored as a table.
-
-    Raises
-    ------
-    UnsupportedModelError
-        It has no rows or no columns, is on the meta device or not yet initialized, is spread over ranks, sparse or
-        quantized, of another floating-point type than float32, bfloat16 and float16, or its rows share memory.
-    """
+    """Check that the weight of the module at `path` can be stored as a table."""
     where = f"table {path or 'weight'!r}"
     if is_lazy(weight):
         raise UnsupportedModelError(f"{where} is not initialized; run the model once before")
@@ -321,10 +283,7 @@ def note_sharing(
 ) -> None:
     """Add to `shared_with` other modules that have a table's parameter, and other tensors over its memory.
 
-    Parameters
-    ----------
-    entries
-        Tensors of the model's state dict, by stored name.
+    `entries`: tensors of the model's state dict, by stored name.
     """
     wrappers = wrapper_paths(model)
     by_parameter = {id(table.parameter): table for table in tables}

@@ -137,18 +137,11 @@ def rows_view(tensor: torch.Tensor) -> AnyArray | None:
 def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | None = None) -> AnyArray:
     """Copy the rows `ids` of a tensor on any device.
 
-    Parameters
-    ----------
-    tensor
-        ``(rows,)`` or ``(rows, k)``.
-    ids
-        ``(n,)`` int64, each in ``[0, rows)``.
-    out
-        Takes them: ``(n, ...)`` of `array_dtype`, C-contiguous. New memory if None.
+    `tensor`: ``(rows,)`` or ``(rows, k)``.
+    `ids`: ``(n,)`` int64, each in ``[0, rows)``.
+    `out`: takes them: ``(n, ...)`` of `array_dtype`, C-contiguous. New memory if None.
 
-    Returns
-    -------
-    ``(n,)`` or ``(n, k)`` of `array_dtype`.
+    Returns: ``(n,)`` or ``(n, k)`` of `array_dtype`.
     """
     source = tensor.detach()
     if out is None:
@@ -177,13 +170,7 @@ def copy_slice(tensor: torch.Tensor, rows: slice, out: AnyArray) -> None:
 
 
 def _copy_in_pieces(taken: Callable[[int, int], torch.Tensor], target: torch.Tensor) -> None:
-    """Copy to `target` the rows that `taken` returns from one to another, with little memory of their device.
-
-    Raises
-    ------
-    RuntimeError
-        torch's own: the device is lost, or has no room for one row.
-    """
+    """Copy to `target` the rows that `taken` returns from one to another, with little memory of their device."""
     first, rows = 0, max(1, _PIECE_BYTES // max(1, target[:1].nbytes))
     while first < len(target):
         last = min(first + rows, len(target))
@@ -268,13 +255,7 @@ def note_change(tensor: torch.Tensor) -> None:
 
 
 def check_has_values(tensor: torch.Tensor) -> None:
-    """Check that a tensor has plain values, which `dense_numpy` copies.
-
-    Raises
-    ------
-    UnsupportedModelError
-        It is sparse, nested, quantized or on the meta device.
-    """
+    """Check that a tensor has plain values, which `dense_numpy` copies."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
         raise UnsupportedModelError(
@@ -286,17 +267,9 @@ def check_has_values(tensor: torch.Tensor) -> None:
 def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     """A copy of a strided tensor of any element type as a C-contiguous numpy array of the same shape.
 
-    Returns
-    -------
-    The array, and None. Where numpy lacks the element type, the array has unsigned integers, and beside it is torch's
+    Returns: The array, and None. Where numpy lacks the element type, the array has unsigned integers, and beside it is
+    torch's
     name of the type (``"bfloat16"``).
-
-    Raises
-    ------
-    UnsupportedModelError
-        The tensor is sparse, nested, quantized or on the meta device.
-    SaveError
-        Its device failed.
     """
     check_has_values(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -319,13 +292,7 @@ def dense_type(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
 
 
 def dense_tensor(array: AnyArray, torch_dtype: str | None) -> torch.Tensor:
-    """The tensor that `dense_numpy` copied; it shares the memory of a writable, C-contiguous array.
-
-    Raises
-    ------
-    ModelMismatchError
-        This torch has no such element type.
-    """
+    """The tensor that `dense_numpy` copied; it shares the memory of a writable, C-contiguous array."""
     if not (array.flags.c_contiguous and array.flags.writeable):
         array = np.array(array, order="C")
     flat = torch.from_numpy(array.reshape(-1))

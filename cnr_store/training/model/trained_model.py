@@ -44,35 +44,20 @@ log = logging.getLogger("cnr_store")
 
 @dataclass
 class TrainedModel:
-    """A model, the tables in it, and the optimizers that train it; all of them live.
-
-    Attributes
-    ----------
-    optimizers
-        Those that step, without TorchRec's.
-    sharded
-        TorchRec's modules.
-    fused_position
-        Where among the optimizers given TorchRec's stood, which changes rows in the backward pass; None without it. A
-        rank that holds no table of it can't tell, so ranks agree on it.
-    given
-        The optimizers as a caller gave them, with TorchRec's wrappers.
-    excluded
-        What versions are without.
-    slot_names
-        What their state by rows is called in the store.
-    sharing
-        Pairs of `optimizers` with the same groups, as of a wrapper and what it wraps.
-    """
+    """A model, the tables in it, and the optimizers that train it; all of them live."""
 
     model: nn.Module
     tables: Sequence[Table]
-    optimizers: Sequence[Optimizer]
-    sharded: Sequence[ShardedModule] = ()
+    optimizers: Sequence[Optimizer]  # those that step, without TorchRec's
+    sharded: Sequence[ShardedModule] = ()  # TorchRec's modules
+    # Where among the optimizers given TorchRec's stood, which changes rows in the backward pass; None without it. A
+    # rank that holds no table of it can't tell, so ranks agree on it.
     fused_position: int | None = None
-    given: Sequence[Optimizer] = ()
-    excluded: Exclusion = NOTHING
+    given: Sequence[Optimizer] = ()  # the optimizers as a caller gave them, with TorchRec's wrappers
+    excluded: Exclusion = NOTHING  # what versions are without
+    # What their state by rows is called in the store
     slot_names: SlotNames = field(default_factory=SlotNames)
+    # Pairs of `optimizers` with the same groups, as of a wrapper and what it wraps
     sharing: Sequence[tuple[Optimizer, Optimizer]] = ()
 
     def __post_init__(self) -> None:
@@ -82,19 +67,7 @@ class TrainedModel:
     def from_arguments(
         cls, model: object, optimizer: Optimizer | Sequence[Optimizer] | None, exclude: Sequence[str] = ()
     ) -> Self:
-        """Check what a caller passed, and find the tables.
-
-        Raises
-        ------
-        UnsupportedModelError
-            `model` is not an `nn.Module`, or is wrapped by FSDP1, or one of its tables can't be stored, or what an
-            optimizer keeps for it; or a name can't be stored, or two names have one key; or an optimizer has parameters
-            that are not in the model.
-        OptionError
-            A pattern of `exclude` fits nothing, or what state of an optimizer may hold that names no parameters.
-        StateError
-            `optimizer` is neither None, an optimizer, nor several, or two of them are one.
-        """
+        """Check what a caller passed, and find the tables."""
         if not isinstance(model, nn.Module):
             raise UnsupportedModelError(
                 f"the model is of type {type(model).__name__}; give a torch.nn.Module"

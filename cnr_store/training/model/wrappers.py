@@ -50,14 +50,9 @@ def wrapped_parts(module: nn.Module) -> tuple[str, ...]:
 def unwrap_tree(tree: dict[str, Any], optimizer: Optimizer, names: Collection[str]) -> dict[str, Any]:
     """An optimizer's stored tree as it is without wrappers, whose names were stored before wrappers were known.
 
-    Parameters
-    ----------
-    tree
-        From `optimizer_tree`.
-    optimizer
-        It may get the tree.
-    names
-        Those of the model's parameters, which stay.
+    `tree`: from `optimizer_tree`.
+    `optimizer`: it may get the tree.
+    `names`: those of the model's parameters, which stay.
     """
 
     def unwrapped(name: str) -> str:

@@ -49,15 +49,7 @@ def watch_signals(
 ) -> Iterator[Preemption]:
     """Turn signals into a flag while the block runs, then restore the previous handlers.
 
-    Parameters
-    ----------
-    make
-        Makes the flag.
-
-    Raises
-    ------
-    OptionError
-        One is not a signal that can be handled, or this is not the main thread; no other can handle signals.
+    `make`: makes the flag.
     """
     numbers = _numbers(signals)
     if threading.current_thread() is not threading.main_thread():
@@ -97,12 +89,8 @@ class JointPreemption(Preemption):
     it has begun, and its next test waits until the first rank has heard of all: they turn true at the test after the
     greatest number told, which no rank can have passed.
 
-    Parameters
-    ----------
-    group
-        The ranks.
-    number
-        Which preemption of the group it is, the same on all ranks.
+    `group`: the ranks.
+    `number`: which preemption of the group it is, the same on all ranks.
     """
 
     def __init__(self, group: Group, number: int) -> None:

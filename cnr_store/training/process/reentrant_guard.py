@@ -30,15 +30,7 @@ class ReentrantGuard:
 
     @contextmanager
     def enter(self, method: str) -> Iterator[None]:
-        """Hold the lock while the block runs; `method` names the caller in errors.
-
-        Raises
-        ------
-        BusyError
-            This thread holds the lock already, as in a signal handler or hook, or runs a callback.
-        ClosedError
-            This is a fork of the process that made the checkpointer.
-        """
+        """Hold the lock while the block runs; `method` names the caller in errors."""
         thread = threading.get_ident()
         if os.getpid() != self._process:
             raise ClosedError(

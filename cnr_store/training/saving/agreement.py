@@ -40,28 +40,13 @@ def together(
 ) -> tuple[T, Document]:
     """Prepare on all ranks, and make one document of what they say.
 
-    Parameters
-    ----------
-    prepare
-        What may fail on a rank.
-    say
-        The rank's document, once it is prepared.
-    progress
-        Gives another number whenever something was prepared: the other ranks wait as long as that goes on.
-    merge
-        Makes one document of those of all ranks. The first rank alone has them all: what each of a thousand ranks
-        says must not travel to each of them.
+    `prepare`: what may fail on a rank.
+    `say`: the rank's document, once it is prepared.
+    `progress`: gives another number whenever something was prepared: the other ranks wait as long as that goes on.
+    `merge`: makes one document of those of all ranks. The first rank alone has them all: what each of a thousand ranks
+    says must not travel to each of them.
 
-    Returns
-    -------
-    What was prepared here, and the merged document.
-
-    Raises
-    ------
-    SaveError
-        Another rank failed. A rank that failed itself raises its own error.
-    RanksError
-        A rank does not answer.
+    Returns: What was prepared here, and the merged document.
     """
     failure: Exception | None = None
     prepared: T | None = None
@@ -103,10 +88,7 @@ def check_alike(
 ) -> None:
     """Check that all ranks say the same under these names.
 
-    Parameters
-    ----------
-    kind
-        What to raise otherwise, naming what differs, and what the ranks say.
+    `kind`: what to raise otherwise, naming what differs, and what the ranks say.
     """
     for name in names:
         by_value: dict[Any, list[int]] = {}
@@ -127,10 +109,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 class Layout:
     """Where the rows of each array are, over all ranks; the same on all of them.
 
-    Attributes
-    ----------
-    placements
-        By path.
+    `placements`: by path.
     """
 
     def __init__(self, group: Group) -> None:
@@ -140,13 +119,7 @@ class Layout:
         self.placements: dict[str, Placement] = {}
 
     def say(self, arrays: Sequence[RowArray]) -> bool:
-        """Note what this rank has of each array. Whether the others do not know of it yet.
-
-        Raises
-        ------
-        UnsupportedModelError
-            It saves alone, and does not have all rows and columns.
-        """
+        """Note what this rank has of each array. Whether the others do not know of it yet."""
         if self._group.world == 1:
             for array in arrays:
                 held = (array.table.local_rows, array.local_columns)
@@ -174,11 +147,6 @@ class Layout:
         """Learn what all ranks have. All call this where it changed on any.
 
         The first rank joins what each has, and one document of that goes to all.
-
-        Raises
-        ------
-        SaveError, UnsupportedModelError
-            Ranks have arrays of another shape or type, rows that no rank has, or parts that overlap.
         """
         joined: bytes | None = None
 
@@ -257,12 +225,7 @@ def dense_digests(dense: Sequence[DenseWrite]) -> dict[str, str]:
 
 
 def check_dense(phase: str, documents: Sequence[Document]) -> None:
-    """Check that all ranks have dense arrays of the same names, shapes and types.
-
-    Raises
-    ------
-    SaveError
-    """
+    """Check that all ranks have dense arrays of the same names, shapes and types."""
     first = documents[0]["dense"] or {}
     for kind, digest in first.items():
         differing = [rank for rank, doc in enumerate(documents) if doc["dense"][kind] != digest]

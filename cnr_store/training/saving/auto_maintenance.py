@@ -40,10 +40,7 @@ class BackgroundMaintenance:
     def schedule(self, record: Record, removable: str) -> None:
         """Queue a run after the commit of `record`. A failure is logged; no save fails because of it.
 
-        Parameters
-        ----------
-        removable
-            The greatest version of other writers that may be removed: see `Retention`.
+        `removable`: the greatest version of other writers that may be removed: see `Retention`.
         """
         if self._latest is not None:
             if self._latest.cancel():  # not a run that has begun

@@ -51,24 +51,12 @@ def takes_changing_rows(codec: RowCodec) -> bool:
 class CodecChoice:
     """Chooses codecs by the names of tables and of optimizer state.
 
-    Parameters
-    ----------
-    bits
-        2, 3, 4, 8, 32, ``"auto"``, or a mapping from name patterns to these.
-    codec
-        None (uniform, adaptive, of `bits`); a name, configuration or object that `cnr_codecs.row_codec` takes; or a
-        mapping from name patterns to these. `bits` then applies to the tables that no pattern fits. ``"auto"``, or a
-        configuration of that id, chooses by the restores expected and by the deltas written: see `AutoLattice`.
-    expected
-        The restores that ``"auto"`` chooses a width or a codec by.
-    state_bits
-        See `StateWidths`.
-
-    Raises
-    ------
-    OptionError
-        A width is out of range, a codec is unknown, a single codec stands beside `bits`, or `expected` was given
-        although neither a width nor the codec is ``"auto"``.
+    `bits`: 2, 3, 4, 8, 32, ``"auto"``, or a mapping from name patterns to these.
+    `codec`: None (uniform, adaptive, of `bits`); a name, configuration or object that `cnr_codecs.row_codec` takes; or
+    a mapping from name patterns to these. `bits` then applies to the tables that no pattern fits. ``"auto"``, or a
+    configuration of that id, chooses by the restores expected and by the deltas written: see `AutoLattice`.
+    `expected`: the restores that ``"auto"`` chooses a width or a codec by.
+    `state_bits`: see `StateWidths`.
     """
 
     def __init__(
@@ -122,13 +110,7 @@ class CodecChoice:
         return self._single is None and (self._bits == "auto" or isinstance(self._bits, Mapping))
 
     def check_tables(self, tables: Sequence[str]) -> None:
-        """Refuse patterns that fit no table.
-
-        Raises
-        ------
-        OptionError
-            A pattern fits none; the error names the pattern and the tables.
-        """
+        """Refuse patterns that fit no table."""
         for pattern in [*self._patterns, *(self._bits if isinstance(self._bits, Mapping) else ())]:
             if not any(match_pattern({pattern: True}, table) for table in tables):
                 raise OptionError(

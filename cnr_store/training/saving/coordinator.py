@@ -70,10 +70,7 @@ class _Ready:
 class Coordinator:
     """Begins saves.
 
-    Parameters
-    ----------
-    follow_model
-        Checks that the model's tables are where they were.
+    `follow_model`: checks that the model's tables are where they were.
     """
 
     def __init__(
@@ -333,13 +330,7 @@ def sample_replicas(trained: TrainedModel) -> dict[str, dict[str, list[float]]]:
 
 
 def check_replicas(phase: str, said: Sequence[Document]) -> None:
-    """Check that all ranks say alike values, as far as they said any.
-
-    Raises
-    ------
-    SaveError
-        Naming the first that differs, and on which ranks.
-    """
+    """Check that all ranks say alike values, as far as they said any."""
     samples: list[Mapping[str, Mapping[str, list[float]]]] = [doc.get("replicas") or {} for doc in said]
     for name, first in samples[0].items():
         ours = {rank: sample[name] for rank, sample in enumerate(samples) if name in sample}

@@ -44,23 +44,14 @@ class ExplainedTable:
 
 
 class Explanation(tuple[ExplainedTable, ...]):
-    """An `ExplainedTable` for each table. Prints as a table.
+    """An `ExplainedTable` for each table. Prints as a table."""
 
-    Attributes
-    ----------
-    snapshot_bytes
-        The checkpointer's.
-    live_bytes, whole_live_bytes
-        Bytes in memory of the rows of a delta now, and of all rows, that don't fit into `snapshot_bytes`: `save` would
-        encode them before it returns. Of many ranks, on this one.
-    live_pace
-        Bytes a second of such rows in the last save that had some; None before.
-    """
-
-    snapshot_bytes: int
+    snapshot_bytes: int  # the checkpointer's
+    # live_bytes, whole_live_bytes: bytes in memory of the rows of a delta now, and of all rows, that don't fit into
+    # `snapshot_bytes`: `save` would encode them before it returns. Of many ranks, on this one.
     live_bytes: int
     whole_live_bytes: int
-    live_pace: float | None = None
+    live_pace: float | None = None  # bytes a second of such rows in the last save that had some; None before
 
     @classmethod
     def of(cls, tables: Iterable[ExplainedTable], arrays: Sequence[RowArray], snapshot_bytes: int) -> Self:

@@ -27,14 +27,9 @@ class CeilingRows:
     steps more; a quantization step is the row's range divided by 2**bits - 1. Values of other rows err by half a step
     in either direction. Rows with NaN or infinities, rows too narrow to gain, and rows too large to be raised are
     stored unchanged.
-
-    Attributes
-    ----------
-    bits
-        Bits of a code, 1 to 8.
     """
 
-    bits: int
+    bits: int  # bits of a code, 1 to 8
 
     def get_config(self) -> dict[str, Any]:
         """The codec's entry in the commit record. Reading doesn't need it."""

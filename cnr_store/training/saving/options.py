@@ -28,21 +28,9 @@ CONSTRUCT = "construct"
 
 @dataclass(frozen=True)
 class Options:
-    """What a caller gave `Checkpointer`, checked. `Checkpointer` documents each option.
+    """What a caller gave `Checkpointer`, checked. `Checkpointer` documents each option."""
 
-    Attributes
-    ----------
-    retention
-        Of `keep_last` and `keep_every`.
-    costs
-        Of `keep_last` and `restores_per_save`.
-    codecs
-        Of `bits`, `codec`, `expected_restores` and `state_bits`.
-    objects
-        The option `state`.
-    """
-
-    retention: Rules
+    retention: Rules  # of `keep_last` and `keep_every`
     workers: int
     max_chain: int | None
     snapshot_bytes: int
@@ -50,9 +38,9 @@ class Options:
     on_done: Callable[[PendingSave], object] | None
     trusted_optimizers: Collection[type[Optimizer]]
     policy: PolicyName
-    costs: Costs
-    codecs: CodecChoice
-    objects: Mapping[str, Any]
+    costs: Costs  # of `keep_last` and `restores_per_save`
+    codecs: CodecChoice  # of `bits`, `codec`, `expected_restores` and `state_bits`
+    objects: Mapping[str, Any]  # the option `state`
     rng: bool
     on_failure: OnFailure
     max_failures: int
@@ -63,17 +51,7 @@ class Options:
     def agree(self, group: Group, url: str, trained: TrainedModel) -> None:
         """Compare what all ranks were given.
 
-        Parameters
-        ----------
-        url
-            Of the store, without secrets.
-
-        Raises
-        ------
-        OptionError
-            It differs, or the store lies in the memory of one process.
-        RanksError
-            Ranks don't answer.
+        `url`: of the store, without secrets.
         """
         if group.world == 1:
             return

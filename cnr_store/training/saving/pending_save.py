@@ -181,15 +181,10 @@ class PendingSave:
 class SaveCallbacks:
     """Callbacks run after each save, on the thread that writes.
 
-    Parameters
-    ----------
-    on_commit
-        Called with the record of each committed version, and the greatest version of other writers that retention may
-        remove, before the save's result is set. It must not raise.
-    on_done
-        The caller's own: called with each save that was committed or has failed. What it raises is only logged.
-    guard
-        Refuses calls from within `on_done`, because the thread that holds it may be waiting for `on_done`.
+    `on_commit`: called with the record of each committed version, and the greatest version of other writers that
+    retention may remove, before the save's result is set. It must not raise.
+    `on_done`: the caller's own: called with each save that was committed or has failed. What it raises is only logged.
+    `guard`: refuses calls from within `on_done`, because the thread that holds it may be waiting for `on_done`.
     """
 
     def __init__(

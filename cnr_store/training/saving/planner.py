@@ -98,10 +98,7 @@ class Planner:
     def continue_from(self, lineage: Lineage, since_whole: Bitmaps) -> None:
         """Continue the version at the end of `lineage`.
 
-        Parameters
-        ----------
-        since_whole
-            Per table, packed: the rows that changed since its whole version was saved.
+        `since_whole`: per table, packed: the rows that changed since its whole version was saved.
         """
         self._code_cache.clear()
         self._past = lineage, since_whole
@@ -184,12 +181,8 @@ class Planner:
     ) -> Explanation:
         """What a delta of these rows would hold.
 
-        Parameters
-        ----------
-        dirty, unsafe
-            As in a `Snapshot`.
-        tracked
-            How the rows of the other tables are tracked.
+        `dirty`, `unsafe`: as in a `Snapshot`.
+        `tracked`: how the rows of the other tables are tracked.
         """
         self._codecs.resolve_auto(self.lineage.restores)
         if self.lineage.version is not None:  # else: what deltas after the first version will hold
@@ -211,11 +204,6 @@ class Planner:
         """Copy the rows of the version that was decided on, as far as there is room.
 
         What is returned makes the plan, on the thread that writes: training does not wait for thousands of arrays.
-
-        Raises
-        ------
-        UnsupportedModelError
-            A row is too wide to be a chunk.
         """
         lineage = self.lineage
         reasons = self._whole_reasons(decision, snapshot, changed)

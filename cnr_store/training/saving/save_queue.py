@@ -51,25 +51,14 @@ _COMPILES_FIRST = "save of step %d: rows beyond snapshot_bytes wait for the comp
 class SaveQueue:
     """Starts saves on the training thread and writes them on another, at most one at a time.
 
-    Parameters
-    ----------
-    callbacks
-        Run after each save.
-    group
-        The ranks that save together.
+    `callbacks`: run after each save.
+    `group`: the ranks that save together.
 
-    Attributes
-    ----------
-    planner, writer
-        Decide what a version holds, and write it to the store.
-    tracker, audit
-        Know the rows that may have changed, and check by samples that no others did.
-    is_preempted
-        Whether a signal asks the process to end soon.
-    outage
-        What saves have met of storage that fails.
-    fold_bytes
-        Bytes of the folds that no save's stats have counted yet.
+    `planner`, `writer`: decide what a version holds, and write it to the store.
+    `tracker`, `audit`: know the rows that may have changed, and check by samples that no others did.
+    `is_preempted`: whether a signal asks the process to end soon.
+    `outage`: what saves have met of storage that fails.
+    `fold_bytes`: bytes of the folds that no save's stats have counted yet.
     """
 
     def __init__(
@@ -154,14 +143,9 @@ class SaveQueue:
 
         An interrupt at any point leaves either a save under way or none, and never a row forgotten.
 
-        Parameters
-        ----------
-        placements
-            Of the arrays that ranks share, by path.
-        team
-            From `new_team`.
-        overlap
-            Whether this save, while it reads the model, may ``wait`` for storage that fails.
+        `placements`: of the arrays that ranks share, by path.
+        `team`: from `new_team`.
+        `overlap`: whether this save, while it reads the model, may ``wait`` for storage that fails.
         """
         self._tally.placements, fails = placements, f"the save of step {pending.step} can't begin"
         try:

@@ -156,10 +156,7 @@ class Staging:
     def stage_together(self, tables: SmallTables, ids: RowIds, edges: RowIds) -> StagedTogether | None:
         """Copy rows of small tables: none if there is no room for all, or they are of bfloat16.
 
-        Parameters
-        ----------
-        ids, edges
-            As in `SmallTables.copy`.
+        `ids`, `edges`: as in `SmallTables.copy`.
         """
         counts = np.diff(edges)[tables.of_arrays]
         ends = np.cumsum(counts * tables.words * _WORD_BYTES)
@@ -186,42 +183,26 @@ class Staging:
 
 @dataclass
 class Snapshot:
-    """The state of training at one moment.
+    """The state of training at one moment."""
 
-    Attributes
-    ----------
-    arrays
-        What is stored by rows, still live: the planner copies the rows that a version needs.
-    dense, state, metadata
-        Copies of everything else.
-    parameters
-        Paths of the model's parameters among `dense`.
-    parts
-        Of many ranks, by its number, what this one alone has: its reader, and its random number generators. Its dense
-        arrays are `own_dense`.
-    part_digests
-        On the first rank, the digests of the `parts` of all ranks, in rank order.
-    dirty
-        Per table, packed: the rows that may have changed since the last save. The tracker fills it.
-    unsafe
-        Tables whose changed rows are not known, and why.
-    dense_bytes
-        `own_shared_bytes` of the first rank, by which all ranks decide alike.
-    small
-        The tables among `arrays` whose rows are found and copied together.
-    """
-
+    # What is stored by rows, still live: the planner copies the rows that a version needs
     arrays: Sequence[RowArray]
-    dense: list[DenseWrite]
+    dense: list[DenseWrite]  # dense, state, metadata: copies of everything else
     state: Any
     metadata: Any
+    # Of many ranks, by its number, what this one alone has: its reader, and its random number generators. Its dense
+    # arrays are `own_dense`.
     parts: Mapping[int, Any] = field(default_factory=dict)
     own_dense: list[DenseWrite] = field(default_factory=list)
-    parameters: frozenset[str] = frozenset()
+    parameters: frozenset[str] = frozenset()  # paths of the model's parameters among `dense`
+    # Per table, packed: the rows that may have changed since the last save. The tracker fills it.
     dirty: Bitmaps = field(default_factory=dict)
+    # Tables whose changed rows are not known, and why
     unsafe: Mapping[str, str] = field(default_factory=dict)
+    # On the first rank, the digests of the `parts` of all ranks, in rank order
     part_digests: Sequence[str] = ()
-    dense_bytes: int = 0
+    dense_bytes: int = 0  # `own_shared_bytes` of the first rank, by which all ranks decide alike
+    # The tables among `arrays` whose rows are found and copied together
     small: SmallTables = field(default_factory=lambda: SmallTables.among([]))
 
     @property
@@ -250,19 +231,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy dense tensors, optimizer state, RNG, reader and the state of registered objects.
 
-    Parameters
-    ----------
-    objects, reader
-        Their states, from `state_of`.
-    rank
-        This process's number, of many: each has a reader and generators of its own.
-
-    Raises
-    ------
-    StateError
-        A state holds something that can't be stored exactly; the error names its path.
-    UnsupportedModelError
-        The model, or state that optimizers keep for its tables, can't be stored as it is now.
+    `objects`, `reader`: their states, from `state_of`.
+    `rank`: this process's number, of many: each has a reader and generators of its own.
     """
     doc, names = encode_metadata(metadata), parameter_names(trained.model)
     # Hooks of state dicts, which may change the model, run before anything is copied.
@@ -296,10 +266,7 @@ def take_snapshot(
 def add_fused(snapshot: Snapshot, trained: TrainedModel, settings: Mapping[str, Mapping[str, float]]) -> None:
     """Add the state that TorchRec's optimizers have beside rows, where they stood among those given.
 
-    Parameters
-    ----------
-    settings
-        By table: what its optimizer has on some rank that holds rows of it.
+    `settings`: by table: what its optimizer has on some rank that holds rows of it.
     """
     tables = trained.fused_tables
     tree = {

@@ -35,10 +35,8 @@ class Changed:
 class Tally:
     """Joins and counts the flags of all ranks. Every rank calls the same methods in the same order.
 
-    Attributes
-    ----------
-    placements
-        By path, where the rows of each array are: the same on all ranks. Empty where one process has them all.
+    `placements`: by path, where the rows of each array are: the same on all ranks. Empty where one process has them
+    all.
     """
 
     def __init__(self, group: Group, tables: Sequence[Table]) -> None:
@@ -156,10 +154,7 @@ def since_whole_after(
 def changed_since(table: Table, since: Since, dirty: Bitmap, since_whole: Bitmap | None) -> Bitmap:
     """The rows of a table that changed since the version that a delta would depend on: all, if none is known.
 
-    Parameters
-    ----------
-    dirty, since_whole
-        Those that changed since the last version, and between its whole version and that one.
+    `dirty`, `since_whole`: those that changed since the last version, and between its whole version and that one.
     """
     if since == "previous":
         return dirty
@@ -181,10 +176,7 @@ def worth_whole(
     Later deltas depend on a whole, so retention keeps this version with everything in it. Small tables are not
     worth that where their delta would depend on the baseline, which is kept anyway.
 
-    Parameters
-    ----------
-    known
-        Names of the tables of which a whole version is known.
+    `known`: names of the tables of which a whole version is known.
     """
     changed = [table for table in tables if all_changed.rows(since, table.name) == table.rows]
     their_bytes, all_bytes = (sum(each.nbytes for each in some) for some in (changed, tables))

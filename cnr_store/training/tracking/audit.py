@@ -54,12 +54,8 @@ class _Sample:
 class Audit:
     """Samples of rows as they were when the tables were last saved or loaded.
 
-    Parameters
-    ----------
-    limit_bytes
-        For the samples of all tables, shared evenly among those that don't fit whole; 0 keeps none.
-    seed
-        Of the random choice of rows; None for another one in each run.
+    `limit_bytes`: for the samples of all tables, shared evenly among those that don't fit whole; 0 keeps none.
+    `seed`: of the random choice of rows; None for another one in each run.
     """
 
     def __init__(self, limit_bytes: int = DEFAULT_BYTES, seed: int | None = None) -> None:
@@ -70,13 +66,7 @@ class Audit:
 
     @classmethod
     def from_option(cls, audit: bool | int) -> Self:
-        """From what a caller gave: True for `DEFAULT_BYTES`, False for none, or the bytes.
-
-        Raises
-        ------
-        OptionError
-            It is neither a truth value nor a number of bytes.
-        """
+        """From what a caller gave: True for `DEFAULT_BYTES`, False for none, or the bytes."""
         if isinstance(audit, bool):
             return cls(DEFAULT_BYTES if audit else 0)
         return cls(check_count("audit", audit, minimum=0))
@@ -94,21 +84,10 @@ class Audit:
     ) -> None:
         """Compare the sampled rows that are not flagged with those in the model.
 
-        Parameters
-        ----------
-        arrays
-            From `row_arrays`.
-        flagged
-            Packed, by table name: the rows that may have changed since the samples were taken.
-        make_whole
-            Called with the name of each table that fails, and the reason why its next version must be whole.
-        small
-            The small tables among them, if they are known.
-
-        Raises
-        ------
-        TrackingError
-            Some rows differ. It names all of these tables.
+        `arrays`: from `row_arrays`.
+        `flagged`: packed, by table name: the rows that may have changed since the samples were taken.
+        `make_whole`: called with the name of each table that fails, and the reason why its next version must be whole.
+        `small`: the small tables among them, if they are known.
         """
         failures = []
         passed = self._passed(SmallTables.among(arrays) if small is None else small, flagged)
@@ -156,14 +135,9 @@ class Audit:
     ) -> None:
         """Take new samples of the model, which is being saved or was just loaded.
 
-        Parameters
-        ----------
-        arrays
-            From `row_arrays`.
-        flagged
-            The rows that are likely to change again; None if that is not known.
-        small
-            The small tables among them, if they are known.
+        `arrays`: from `row_arrays`.
+        `flagged`: the rows that are likely to change again; None if that is not known.
+        `small`: the small tables among them, if they are known.
         """
         if not self._limit_bytes:
             return

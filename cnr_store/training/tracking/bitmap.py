@@ -98,9 +98,7 @@ def mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int
 def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     """Set the bits of `ids`, an ``(n,)`` array of integers.
 
-    Returns
-    -------
-    -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
+    Returns: -1, or the position in `ids` of the first one outside ``[0, rows)``, where marking stopped.
     """
     # The kernel is compiled for such ids alone.
     plain = np.ascontiguousarray(ids, np.int64)
@@ -142,9 +140,7 @@ def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
 def mark_ids_of_tables(bitmaps: RowIds, rows: RowIds, ids: RowIds, counts: RowIds) -> int:
     """`mark_at` for many tables, each with an address of its bitmap and one of its ids.
 
-    Returns
-    -------
-    How many tables have an id outside their rows. Their counts are -1 afterwards.
+    Returns: How many tables have an id outside their rows. Their counts are -1 afterwards.
     """
     if _State.is_compiled:
         return int(_mark_ids_of_tables(bitmaps, rows, ids, counts))
@@ -283,10 +279,7 @@ def _count_blocks(bitmap: Bitmap, first_row: int, block_rows: int, out: RowIds) 
 def add_counts(bitmap: Bitmap, first_row: int, block_rows: int, out: RowIds) -> None:
     """Add to `out`, ``(blocks,)``, how many rows are set of each `block_rows` rows of a table.
 
-    Parameters
-    ----------
-    first_row
-        The row of the table that is row 0 of the bitmap.
+    `first_row`: the row of the table that is row 0 of the bitmap.
     """
     if _State.is_compiled:
         _count_blocks(bitmap, first_row, block_rows, out)

@@ -40,12 +40,9 @@ class RowBits:
 
     Those elsewhere are on the device of their table, and nothing waits for it but what asks for what it found.
 
-    Attributes
-    ----------
-    host
-        The bitmap and its address; None for tables elsewhere.
-    there
-        uint8, on the device: a byte a row, as many as make whole bytes of a bitmap, and one that ids out of range set.
+    `host`: the bitmap and its address; None for tables elsewhere.
+    `there`: uint8, on the device: a byte a row, as many as make whole bytes of a bitmap, and one that ids out of range
+    set.
     """
 
     __slots__ = ("device", "host", "rows", "there")
@@ -70,14 +67,7 @@ class RowBits:
     def mark(self, ids: torch.Tensor) -> bool:
         """Set the bits of integer `ids` of any shape.
 
-        Returns
-        -------
-        False if an id is out of range, on the host. On another device `saw_outside` tells later.
-
-        Raises
-        ------
-        RuntimeError
-            torch's own, or its like, for tensors without values, such as those of a function being transformed.
+        Returns: False if an id is out of range, on the host. On another device `saw_outside` tells later.
         """
         # Nearly all ids are such. Only a plain tensor is sure to have its values at its address.
         host, plain = self.host, type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64

@@ -262,12 +262,8 @@ class _AfterLookup(_TableHook):
     def flag(self, module: Lookup, ids: torch.Tensor | None, renorms: bool = False) -> None:
         """Flag the rows `ids` that `module` looked up.
 
-        Parameters
-        ----------
-        ids
-            None if they are no rows of the table: the module was not called with a tensor, or had another weight.
-        renorms
-            Whether the lookup itself changed rows, because the module has a ``max_norm``.
+        `ids`: None if they are no rows of the table: the module was not called with a tensor, or had another weight.
+        `renorms`: whether the lookup itself changed rows, because the module has a ``max_norm``.
         """
         tracker = self._tracker
         if renorms and not self._checks_before:
@@ -347,14 +343,9 @@ _flag_after_max_norm: Callable[..., None] = torch.compiler.disable(_AfterLookup.
 class ShardedLookups:
     """The hooks on TorchRec's modules. They keep no `Tracker` alive.
 
-    Parameters
-    ----------
-    modules
-        TorchRec's.
-    trackers
-        Of their tables, among others.
-    hooks
-        Removes the hooks when it is closed.
+    `modules`: TorchRec's.
+    `trackers`: of their tables, among others.
+    `hooks`: removes the hooks when it is closed.
     """
 
     def __init__(

@@ -23,14 +23,9 @@ class ModelStructure:
     A table that is put in another one's place has no hooks, and what was saved of that one is not its own. Another
     parameter in the same modules is no change here: the tracker follows it.
 
-    Parameters
-    ----------
-    model
-        Has the tables.
-    sharded
-        TorchRec's modules in it. The memory of their tables was noted when they were found, and is to stay.
-    excluded
-        Tables that are passed over.
+    `model`: has the tables.
+    `sharded`: TorchRec's modules in it. The memory of their tables was noted when they were found, and is to stay.
+    `excluded`: tables that are passed over.
     """
 
     def __init__(
@@ -43,17 +38,7 @@ class ModelStructure:
         self._sharded = [(each, memory_of(each.module)) for each in sharded]  # kept, as the modules are
 
     def check(self) -> None:
-        """Look through the model again.
-
-        Raises
-        ------
-        UnsupportedModelError
-            A table can't be stored as it is now: its element type, shape, layout or device; or ranks have come to share
-            it, or share it no more.
-        ModelMismatchError
-            A table was added, removed, renamed, or is in another module, or other modules share its parameter; or
-            TorchRec's tables lie elsewhere.
-        """
+        """Look through the model again."""
         layout = _layout(self._model, self._excluded)
         if layout != self._layout:
             raise ModelMismatchError(f"{_difference(self._layout, layout)}; make a new checkpointer")
@@ -80,13 +65,7 @@ def _spread(model: nn.Module) -> set[str]:
 
 
 def _layout(model: nn.Module, excluded: Exclusion) -> _Layout:
-    """By stored name of each parameter that is a table: the id of its module, and all names of that parameter.
-
-    Raises
-    ------
-    UnsupportedModelError
-        A table can't be stored.
-    """
+    """By stored name of each parameter that is a table: the id of its module, and all names of that parameter."""
     wrappers = wrapper_paths(model)
     modules = list(model.named_modules(remove_duplicate=False))
     names: dict[int, set[str]] = {}

@@ -21,13 +21,7 @@ Classes = Collection[type[Optimizer]]
 
 
 def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
-    """The classes that a caller trusts, without those known here, which are judged by their settings all the same.
-
-    Raises
-    ------
-    OptionError
-        `classes` is no collection of optimizer classes.
-    """
+    """The classes that a caller trusts, without those known here, which are judged by their settings all the same."""
     if not isinstance(classes, Collection):
         raise OptionError(f"trusted_optimizers={classes!r}: give a list of classes")
     for kind in classes:
@@ -108,10 +102,7 @@ def unsound_sums(
     The root of a sum that is NaN or negative is NaN, and so becomes what it divides: the zero of a dense gradient, too.
     Steps never make a sum so without the value beside it, which others may have set to a number, or loaded.
 
-    Parameters
-    ----------
-    rows
-        Those to look at, integers that count from the first row held; None for all.
+    `rows`: those to look at, integers that count from the first row held; None for all.
     """
     kept = optimizer.state.get(parameter, {}).get("sum") if _is_adagrad(type(optimizer)) else None
     if not isinstance(kept, torch.Tensor) or not kept.is_floating_point() or kept.ndim == 0:

@@ -31,36 +31,24 @@ Words32 = np.ndarray[Any, np.dtype[np.uint32]]
 
 @dataclass(frozen=True)
 class SmallTables:
-    """Tables whose rows are numbered through, each beginning at a multiple of 8, and their arrays.
+    """Tables whose rows are numbered through, each beginning at a multiple of 8, and their arrays."""
 
-    Attributes
-    ----------
-    names, rows, first
-        Of each table: its name, its rows, and the number of its first row.
-    arrays, of_arrays
-        The arrays, those of a table next to each other, and the position of each one's table.
-    words
-        (arrays,): the 32-bit words of a row.
-    given
-        The arrays among which they were found, without those of large tables.
-    """
-
+    # names, rows, first: of each table: its name, its rows, and the number of its first row
     names: Sequence[str]
     rows: RowIds
     first: RowIds
+    # arrays, of_arrays: the arrays, those of a table next to each other, and the position of each one's table
     arrays: Sequence[RowArray]
     of_arrays: RowIds
-    words: RowIds
-    given: Sequence[RowArray] = ()
+    words: RowIds  # (arrays,): the 32-bit words of a row
+    given: Sequence[RowArray] = ()  # the arrays among which they were found, without those of large tables
 
     @classmethod
     def among(cls, arrays: Sequence[RowArray], former: SmallTables | None = None) -> SmallTables:
         """Those whose arrays are all plain: in host memory, contiguous, and of whole words a row.
 
-        Parameters
-        ----------
-        former
-            What was found before, which is returned if all arrays that may be of small tables are the same objects.
+        `former`: what was found before, which is returned if all arrays that may be of small tables are the same
+        objects.
         """
         arrays = [array for array in arrays if array.shape[0] <= _MOST_ROWS_OF_ONE]
         if former is not None and len(arrays) == len(former.given) and all(map(is_, arrays, former.given)):
@@ -123,12 +111,8 @@ class SmallTables:
     def copy(self, ids: RowIds, edges: RowIds, targets: RowIds) -> None:
         """Copy rows of every array.
 
-        Parameters
-        ----------
-        ids, edges
-            Rows by their numbers in each table, and where those of each table begin and end.
-        targets
-            (arrays,): addresses of contiguous memory for them.
+        `ids`, `edges`: rows by their numbers in each table, and where those of each table begin and end.
+        `targets`: (arrays,): addresses of contiguous memory for them.
         """
         sources = np.array([array.parts[0].tensor.data_ptr() for array in self.arrays], np.int64)
         begins, ends = edges[self.of_arrays], edges[self.of_arrays + 1]
@@ -154,32 +138,18 @@ def _is_plain(array: RowArray) -> bool:
 
 @dataclass(frozen=True)
 class SmallSamples:
-    """Rows of small tables as they were at one moment.
+    """Rows of small tables as they were at one moment."""
 
-    Attributes
-    ----------
-    names, rows, first
-        As in `SmallTables`.
-    layout
-        Path, shape and element type of each array.
-    ids, edges
-        The rows, ascending, and where those of each table begin and end.
-    bits
-        Their 32-bit words, array after array.
-    begins
-        (arrays + 1,): where those of each array begin, and where the last one's end.
-    """
-
-    names: Sequence[str]
+    names: Sequence[str]  # names, rows, first: as in `SmallTables`
     rows: RowIds
     first: RowIds
-    layout: Sequence[tuple[str, tuple[int, ...], str]]
-    ids: RowIds
+    layout: Sequence[tuple[str, tuple[int, ...], str]]  # path, shape and element type of each array
+    ids: RowIds  # ids, edges: the rows, ascending, and where those of each table begin and end
     edges: RowIds
     of_arrays: RowIds
     words: RowIds
-    bits: Words32
-    begins: RowIds
+    bits: Words32  # their 32-bit words, array after array
+    begins: RowIds  # (arrays + 1,): where those of each array begin, and where the last one's end
 
     @classmethod
     def of(cls, tables: SmallTables, numbers: RowIds) -> SmallSamples:
@@ -244,12 +214,8 @@ def draw_rows(
 ) -> RowIds:
     """At most `sizes` rows of each table, as they are numbered through, ascending.
 
-    Parameters
-    ----------
-    flags
-        The rows that are likely to change again, as a joined bitmap; None if that is not known.
-    former
-        The last samples: of those that are set in `flags`, some are drawn again.
+    `flags`: the rows that are likely to change again, as a joined bitmap; None if that is not known.
+    `former`: the last samples: of those that are set in `flags`, some are drawn again.
     """
     every, whole = np.arange(sizes.size), sizes >= tables.rows
     parts = [_ranges(tables.first, np.where(whole, tables.rows, 0))]

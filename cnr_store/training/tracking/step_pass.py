@@ -48,17 +48,10 @@ class StepPass:
     It takes the bitmaps and counters that the trackers have when it is made. Make a new one when they get others: what
     is acknowledged to a counter that nobody asks any more makes its table whole.
 
-    Parameters
-    ----------
-    stepped
-        The tables.
+    `stepped`: the tables.
 
-    Attributes
-    ----------
-    stepped
-        The same.
-    others
-        Those of them that are not plain, and always need a closer look.
+    `stepped`: the same.
+    `others`: those of them that are not plain, and always need a closer look.
     """
 
     def __init__(self, optimizer: Optimizer, stepped: Stepped) -> None:
@@ -158,9 +151,7 @@ class StepPass:
 
         The memory of tensors is compared here only: other memory is found after the step as well as before it.
 
-        Returns
-        -------
-        The tables with which neither was done.
+        Returns: The tables with which neither was done.
         """
         tensors, versions = self._look(optimizer)
         if tensors is None or any(_is_special(optimizer, *setting, trusted) for setting in self._settings):

@@ -55,12 +55,8 @@ class SteppedTables:
 
     The result is kept until `forget`, while the groups hold the same parameters.
 
-    Parameters
-    ----------
-    trackers
-        Of the tables.
-    given
-        The optimizers whose state is saved.
+    `trackers`: of the tables.
+    `given`: the optimizers whose state is saved.
     """
 
     def __init__(self, trackers: Iterable[TableTracker], given: Sequence[Optimizer] = ()) -> None:
@@ -97,10 +93,7 @@ class SteppedTables:
 
         It looks at each table once, and again after `doubt`.
 
-        Parameters
-        ----------
-        stepped
-            The tables that the optimizer steps; the same list while nothing changes.
+        `stepped`: the tables that the optimizer steps; the same list while nothing changes.
         """
         if self._looked_at.get(optimizer) is stepped:
             return

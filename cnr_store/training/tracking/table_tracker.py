@@ -45,27 +45,15 @@ class TableTracker:
     A change is *acknowledged* once its rows are flagged, or the table is whole. Its slots are the state that optimizers
     keep for its rows.
 
-    Parameters
-    ----------
-    table
-        The table that is tracked.
-    optimizers
-        Those whose state is saved with the table.
+    `table`: the table that is tracked.
+    `optimizers`: those whose state is saved with the table.
 
-    Attributes
-    ----------
-    bits
-        Rows flagged in this interval.
-    carried_over
-        Rows flagged before this interval: looked up in the last one, or given back by a failed save.
-    place
-        What `find_place` found in this interval; None if it is to be called.
-    had_gradient
-        Whether the parameter had a gradient before the last step.
-    has_optimizer
-        Whether one of `optimizers` updates the table.
-    whole
-        Why the rows that changed in this interval are not known; None if they are.
+    `bits`: rows flagged in this interval.
+    `carried_over`: rows flagged before this interval: looked up in the last one, or given back by a failed save.
+    `place`: what `find_place` found in this interval; None if it is to be called.
+    `had_gradient`: whether the parameter had a gradient before the last step.
+    `has_optimizer`: whether one of `optimizers` updates the table.
+    `whole`: why the rows that changed in this interval are not known; None if they are.
     """
 
     # Read at each lookup, for each table: without a dictionary there is less memory to wait for.
@@ -284,13 +272,7 @@ class TableTracker:
         self._slot_counters[id(optimizer)] = SlotCounters(slots)
 
     def mark(self, ids: torch.Tensor) -> None:
-        """Flag the rows `ids`, integers of any shape that count from the first row held, in the table as it is now.
-
-        Raises
-        ------
-        RuntimeError
-            torch's own, if the ids have no values.
-        """
+        """Flag the rows `ids`, integers of any shape that count from the first row held, in the table as it is now."""
         bits = self.bits
         if bits.rows != self.table.local_rows:
             self.make_whole(_RESIZED)

@@ -52,22 +52,13 @@ class Tracker:
     Lookups, steps, `swap`, `restore` and `clear` belong to the training thread. Replays of a captured CUDA graph run no
     hooks: `mark` their rows.
 
-    Parameters
-    ----------
-    tables
-        From `tables.find_tables`.
-    optimizers
-        Those that update the tables. Steps of other optimizers are seen, too.
-    trusted
-        Further classes whose steps move neither rows without a gradient nor what is kept for these: see
-        `trusted_classes`.
-    sharded
-        TorchRec's modules that look up rows of `tables`.
+    `tables`: from `tables.find_tables`.
+    `optimizers`: those that update the tables. Steps of other optimizers are seen, too.
+    `trusted`: further classes whose steps move neither rows without a gradient nor what is kept for these: see
+    `trusted_classes`.
+    `sharded`: TorchRec's modules that look up rows of `tables`.
 
-    Attributes
-    ----------
-    logs
-        Whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of them found.
+    `logs`: whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of them found.
     """
 
     def __init__(
@@ -165,18 +156,8 @@ class Tracker:
 
         A table whose parameter or state was replaced by another tensor is whole all the same.
 
-        Parameters
-        ----------
-        name
-            The table's.
-        ids
-            Integers of any shape: a tensor, an array, or a sequence.
-
-        Raises
-        ------
-        ModelMismatchError
-            There is no such table, an id is no integer in ``[0, rows)``, or modules no longer share their parameter.
-            Nothing was flagged.
+        `name`: the table's.
+        `ids`: integers of any shape: a tensor, an array, or a sequence.
         """
         self.adopt_replaced()
         tracker = self.named(name)
@@ -192,13 +173,7 @@ class Tracker:
         self._sharded.acknowledge(tracker.table.key)
 
     def make_whole(self, name: str, reason: str) -> None:
-        """Declare that the rows of a table that changed in this interval are not known.
-
-        Raises
-        ------
-        ModelMismatchError
-            There is no such table.
-        """
+        """Declare that the rows of a table that changed in this interval are not known."""
         self.named(name).make_whole(reason)
 
     def whole_reasons(self) -> dict[str, str]:
@@ -272,14 +247,11 @@ class Tracker:
     def swap(self, into: dict[str, Bitmap] | None = None) -> dict[str, Bitmap]:
         """End the interval and begin a new one.
 
-        Parameters
-        ----------
-        into
-            Takes the bitmaps before the new interval begins, so that a caller who is interrupted can `restore` them.
+        `into`: takes the bitmaps before the new interval begins, so that a caller who is interrupted can `restore`
+        them.
 
-        Returns
-        -------
-        By table name, the packed bitmap of the rows that may have changed; every bit is set for a table that must be
+        Returns: By table name, the packed bitmap of the rows that may have changed; every bit is set for a table that
+        must be
         saved whole.
         """
         whole, unchanged = self._judge()
@@ -325,13 +297,7 @@ class Tracker:
         return self._trackers[name]
 
     def adopt_replaced(self) -> None:
-        """Follow modules whose parameter was replaced by another one; the table is whole then.
-
-        Raises
-        ------
-        ModelMismatchError
-            Modules that shared one parameter no longer do.
-        """
+        """Follow modules whose parameter was replaced by another one; the table is whole then."""
         if all(
             module._parameters.get("weight") is tracker.table.parameter
             for tracker in self._trackers.values()

@@ -22,14 +22,9 @@ class VersionCounter:
     (``tensor.data = other``). Freed memory soon comes back at the same address, so the storage itself is compared: a
     weak reference keeps its identity from being used again.
 
-    Attributes
-    ----------
-    pointer, strides
-        Of the memory.
-    storage
-        Its identity; None if torch counts no changes of the tensor.
-    version
-        How often the tensor had been changed.
+    `pointer`, `strides`: of the memory.
+    `storage`: its identity; None if torch counts no changes of the tensor.
+    `version`: how often the tensor had been changed.
     """
 
     __slots__ = ("_reference", "pointer", "storage", "strides", "version")

@@ -20,11 +20,6 @@ def encode_dense(codec: RowCodec, values: Chunk) -> bytes:
 
     Rows whose values are all the fill value's NaN are not stored, because absent rows decode to the same bits. Array
     libraries pad the last chunk with such rows.
-
-    Raises
-    ------
-    RowsError
-        The codec doesn't store arrays of this dtype.
     """
     element = element_of(values.dtype)
     values = np.ascontiguousarray(values, array_dtype(element))
@@ -49,13 +44,7 @@ def _is_fill(values: Chunk) -> npt.NDArray[np.bool_]:
 
 
 def decode_dense(payload: Payload, out: Chunk | None = None) -> Chunk:
-    """Return the chunk (rows, dim), decoded into `out` if given. Absent rows get the fill value.
-
-    Raises
-    ------
-    RowsError
-        `out` is not (rows, dim) of the payload's array dtype with contiguous rows.
-    """
+    """Return the chunk (rows, dim), decoded into `out` if given. Absent rows get the fill value."""
     if out is None:
         out = np.empty((payload.rows, payload.dim), array_dtype(payload.element))
     need = np.ones(len(out), np.uint8)

@@ -80,13 +80,7 @@ def element_named(name: str) -> Element:
 
 
 def quantizable_element(name: str) -> Element:
-    """Return the element type of that name, if its rows can be stored as codes.
-
-    Raises
-    ------
-    RowsError
-        The name is unknown, or its rows can't be quantized.
-    """
+    """Return the element type of that name, if its rows can be stored as codes."""
     element = element_named(name)
     if not element.quantizable:
         raise RowsError(f"{name} rows can't be quantized; cast them to float32, or use cnr_rows")

@@ -64,13 +64,7 @@ def check_rows(
 
 
 def check_values(values: Rows, rows: int, element: str) -> tuple[Element, Rows]:
-    """Check the values alone. Return the element type, and the values C-contiguous.
-
-    Raises
-    ------
-    RowsError
-        Shape or dtype is not as `RowCodec.encode_rows` says.
-    """
+    """Check the values alone. Return the element type, and the values C-contiguous."""
     kind = element_named(element)
     if values.ndim != 2 or values.dtype != kind.array:
         raise RowsError(

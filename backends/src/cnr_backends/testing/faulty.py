@@ -23,25 +23,16 @@ Decide: TypeAlias = Callable[[str, str, int], Fault]
 class FaultyBackend(WrapperBackend):
     """Passes every operation on to another backend, except those that `fault` picks.
 
-    Parameters
-    ----------
-    inner
-        The backend that stores the objects.
-    fault
-        Called as ``fault(operation, key, index)`` for each counted operation; `index` counts them from 0. It returns
-        None, or how the operation fails. "before" raises StorageError and does nothing. "after" does the operation and
-        then raises StorageError, as if the answer got lost. "full" raises StorageFullError and does nothing. "hang"
-        calls `hang` and, if that returns, fails as "before" does. "unreachable" and "unanswered" are "before" and
-        "after" by a fault of the network: their StorageError is transient.
-    reads
-        Whether reads and listings are counted too. Puts, creates and deletes always are.
-    hang
-        Called by an operation that hangs. It may wait for an event, or end the process.
+    `inner`: the backend that stores the objects.
+    `fault`: called as ``fault(operation, key, index)`` for each counted operation; `index` counts them from 0. It
+    returns None, or how the operation fails. "before" raises StorageError and does nothing. "after" does the operation
+    and then raises StorageError, as if the answer got lost. "full" raises StorageFullError and does nothing. "hang"
+    calls `hang` and, if that returns, fails as "before" does. "unreachable" and "unanswered" are "before" and "after"
+    by a fault of the network: their StorageError is transient.
+    `reads`: whether reads and listings are counted too. Puts, creates and deletes always are.
+    `hang`: called by an operation that hangs. It may wait for an event, or end the process.
 
-    Attributes
-    ----------
-    log
-        (operation, key) of every counted operation in order, also of those that failed.
+    `log`: (operation, key) of every counted operation in order, also of those that failed.
     """
 
     def __init__(
@@ -86,14 +77,9 @@ class DelayedBackend(WrapperBackend):
 
     Operations that run at the same time wait at the same time.
 
-    Parameters
-    ----------
-    inner
-        The backend that stores the objects.
-    put_seconds
-        Seconds that each put, create and delete waits.
-    get_seconds
-        Seconds that each read and each listing waits.
+    `inner`: the backend that stores the objects.
+    `put_seconds`: seconds that each put, create and delete waits.
+    `get_seconds`: seconds that each read and each listing waits.
     """
 
     def __init__(self, inner: Backend, put_seconds: float = 0.0, get_seconds: float = 0.0) -> None:
@@ -116,10 +102,7 @@ class FoldingBackend(WrapperBackend):
     Objects whose keys meet are one object, and folders one folder. Names that Windows keeps for devices (``CON``,
     ``nul.txt``) can't be written.
 
-    Parameters
-    ----------
-    inner
-        The backend that stores the objects.
+    `inner`: the backend that stores the objects.
     """
 
     def __init__(self, inner: Backend) -> None:

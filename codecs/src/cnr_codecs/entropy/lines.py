@@ -25,26 +25,13 @@ _STATE_BYTES = 4 * kernels.LANES
 
 @dataclass(frozen=True, eq=False)
 class CodedLines:
-    """Coded integers.
+    """Coded integers."""
 
-    Attributes
-    ----------
-    words
-        uint16: the words, and `SLACK_WORDS` that don't count.
-    size
-        How many integers there are.
-    line
-        How many a line has. The last one may have fewer.
-    frequencies
-        The models.
-    edges
-        int64 (blocks + 1,): the words at which blocks begin, and where the last one ends.
-    """
-
-    words: Words
-    size: int
-    line: int
-    frequencies: Frequencies
+    words: Words  # uint16: the words, and `SLACK_WORDS` that don't count
+    size: int  # how many integers there are
+    line: int  # how many a line has. The last one may have fewer.
+    frequencies: Frequencies  # the models
+    # int64 (blocks + 1,): the words at which blocks begin, and where the last one ends
     edges: npt.NDArray[np.int64]
 
     @classmethod
@@ -69,13 +56,7 @@ class CodedLines:
 
     @classmethod
     def parse(cls, data: bytes, size: int, line: int, where: str) -> CodedLines:
-        """Return the coded lines whose words are `data`. What blocks hold is proven when they are decoded.
-
-        Raises
-        ------
-        PayloadError
-            The words can't be those of so many integers.
-        """
+        """Return the coded lines whose words are `data`. What blocks hold is proven when they are decoded."""
         if len(data) % 2:
             raise PayloadError(f"{where}: {len(data)} bytes of coded rows are no whole number of words")
         words = np.frombuffer(data + bytes(2 * kernels.SLACK_WORDS), "<u2").astype(np.uint16, copy=False)
@@ -117,11 +98,6 @@ class CodedLines:
         """Decode a block into `out`, int32 with room for it. The GIL is released.
 
         Return its integers, a view of `out`, and the greatest zigzag code of those that are large; 0 without any.
-
-        Raises
-        ------
-        PayloadError
-            The words are damaged.
         """
         first = number * self.line * BLOCK_LINES
         codes = out[: min(self.line * BLOCK_LINES, self.size - first)]

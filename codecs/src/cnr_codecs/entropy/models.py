@@ -54,13 +54,7 @@ def model_words(frequencies: Frequencies) -> Words:
 
 
 def read_models(words: Words, where: str) -> tuple[Frequencies, int]:
-    """Return the frequencies that are stored at the beginning of `words`, and how many words they take.
-
-    Raises
-    ------
-    PayloadError
-        A model is cut off, has too many frequencies, or its frequencies do not sum to 4,096.
-    """
+    """Return the frequencies that are stored at the beginning of `words`, and how many words they take."""
     frequencies, place = np.zeros((CLASSES, TOKENS), np.uint16), 0
     for model in range(CLASSES):
         most = MAX_TOKENS if model else CLASSES

@@ -222,17 +222,10 @@ _MAX_NOISE = 2.0**-20
 
 @dataclass(frozen=True, eq=False)
 class Codebooks:
-    """Codebooks of n sets of values.
+    """Codebooks of n sets of values."""
 
-    Attributes
-    ----------
-    centroids
-        float32 (n, codes), ascending: the stored values.
-    float16
-        bool (n,): the codebooks that are stored as float16. It represents their centroids exactly.
-    """
-
-    centroids: Float32s
+    centroids: Float32s  # float32 (n, codes), ascending: the stored values
+    # bool (n,): the codebooks that are stored as float16. It represents their centroids exactly.
     float16: Flags
 
 
@@ -241,23 +234,11 @@ def fit_books(
 ) -> Codebooks:
     """Fit the codebooks of the rows `order` of `values`. The GIL is released.
 
-    Parameters
-    ----------
-    values
-        float32 (n, dim). The rows `order` are finite.
-    order
-        (m,): rows, at least one.
-    book
-        int64 (m,): the codebook of each of them. All numbers from 0 to the greatest are used.
-    bits
-        Bits of a code.
-    exact
-        Whether to find the least squared error, instead of where Lloyd's iterations end.
-
-    Raises
-    ------
-    RowsError
-        More than 65,536 values share a codebook, and `exact` is true.
+    `values`: float32 (n, dim). The rows `order` are finite.
+    `order`: (m,): rows, at least one.
+    `book`: int64 (m,): the codebook of each of them. All numbers from 0 to the greatest are used.
+    `bits`: bits of a code.
+    `exact`: whether to find the least squared error, instead of where Lloyd's iterations end.
     """
     counts = np.bincount(book)
     largest = int(counts.max()) * values.shape[1]

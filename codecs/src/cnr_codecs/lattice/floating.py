@@ -137,14 +137,9 @@ def floating_codes(
 
     `payload.coded.floating_values` is the inverse.
 
-    Parameters
-    ----------
-    values
-        (n, dim) of the array dtype of the element type.
-    mantissa
-        Bits of the mantissa that are kept.
-    element
-        The element type's name.
+    `values`: (n, dim) of the array dtype of the element type.
+    `mantissa`: bits of the mantissa that are kept.
+    `element`: the element type's name.
     """
     count, dim = values.shape
     if values.dtype == np.float64:

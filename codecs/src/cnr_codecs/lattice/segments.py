@@ -26,18 +26,11 @@ def segments_of(
 ) -> list[Segment]:
     """Return the segments of rows, none of them relative.
 
-    Parameters
-    ----------
-    held, raw
-        (m, dim) and (n,): the codes of the rows that have any, and which have none.
-    raw_values
-        (n - m, dim): the values of the latter.
-    offsets, rows
-        Of all n rows, as `RowCodec.encode_rows` takes them.
-    element
-        The element type.
-    grid
-        What the codes are on.
+    `held`, `raw`: (m, dim) and (n,): the codes of the rows that have any, and which have none.
+    `raw_values`: (n - m, dim): the values of the latter.
+    `offsets`, `rows`: of all n rows, as `RowCodec.encode_rows` takes them.
+    `element`: the element type.
+    `grid`: what the codes are on.
     """
     segments = []
     if len(held):
@@ -62,21 +55,10 @@ def segments_over(
 ) -> tuple[list[Segment], Codes]:
     """Return the segments of `encode_over`, and the codes of all rows, 0 for those without.
 
-    Parameters
-    ----------
-    values, offsets, rows, parent, known
-        As for `encode_over`.
-    held, raw
-        The codes of the rows that have any, and which have none.
-    element
-        The element type.
-    grid
-        What the codes are on.
-
-    Raises
-    ------
-    RowsError
-        `parent` or `known` does not fit the rows.
+    `values`, `offsets`, `rows`, `parent`, `known`: as for `encode_over`.
+    `held`, `raw`: the codes of the rows that have any, and which have none.
+    `element`: the element type.
+    `grid`: what the codes are on.
     """
     if parent.shape != values.shape or known.shape != values.shape[:1]:
         raise RowsError(

@@ -28,10 +28,7 @@ def block_sums(values: npt.NDArray[Any]) -> list[Sum]:
 
     A row with a value that is not finite is stored as it is, so its other values, huge ones perhaps, do not count.
 
-    Parameters
-    ----------
-    values
-        Floats. The first row is the first of such a block of rows.
+    `values`: floats. The first row is the first of such a block of rows.
     """
     sums = []
     for first in range(0, len(values), SUM_ROWS):

@@ -25,19 +25,11 @@ _PYBUF_WRITE = 0x200
 class Draft:
     """The bytes of a payload of one segment, before they are complete.
 
-    Parameters
-    ----------
-    head_bytes
-        Bytes before the codes: the head, and the segment's parameters.
-    count
-        Rows of the segment.
-    width
-        Bytes of a row's codes.
+    `head_bytes`: bytes before the codes: the head, and the segment's parameters.
+    `count`: rows of the segment.
+    `width`: bytes of a row's codes.
 
-    Attributes
-    ----------
-    codes
-        uint8 (count, width): the codes, to be written in place.
+    `codes`: uint8 (count, width): the codes, to be written in place.
     """
 
     def __init__(self, head_bytes: int, count: int, width: int) -> None:

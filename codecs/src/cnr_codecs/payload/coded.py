@@ -42,21 +42,11 @@ FLOOR = struct.Struct("<HH")
 
 @dataclass(frozen=True)
 class FloatingGrid:
-    """What a segment on a floating grid has in place of a step.
+    """What a segment on a floating grid has in place of a step."""
 
-    Attributes
-    ----------
-    mantissa
-        Bits of the mantissa that codes keep, 1 to 7.
-    floor
-        Centers of lines are stored less this; one below the least of them.
-    signed
-        Whether codes may be negative. Then the lowest bit of what is coded is the sign.
-    """
-
-    mantissa: int
-    floor: int
-    signed: bool
+    mantissa: int  # bits of the mantissa that codes keep, 1 to 7
+    floor: int  # centers of lines are stored less this; one below the least of them
+    signed: bool  # whether codes may be negative. Then the lowest bit of what is coded is the sign.
 
     @property
     def stored(self) -> bytes:
@@ -80,13 +70,7 @@ class FloatingGrid:
         return grid, symbols
 
     def restore(self, symbols: Codes, line: int) -> Codes:
-        """Return the codes of lines of symbols, each `line` codes and a center. They are written over the symbols.
-
-        Raises
-        ------
-        PayloadError
-            The symbols are those of no codes.
-        """
+        """Return the codes of lines of symbols, each `line` codes and a center. They are written over the symbols."""
         least, most = code_range(self.mantissa)
         held = int(restore_lines(symbols, line, int(self.signed), self.floor, least, most, symbols))
         if held < 0:
@@ -96,23 +80,14 @@ class FloatingGrid:
 
 @dataclass(frozen=True, eq=False)
 class CodedRows:
-    """The codes of a lattice segment as they are stored, or the differences of a relative one.
+    """The codes of a lattice segment as they are stored, or the differences of a relative one."""
 
-    Attributes
-    ----------
-    lines
-        These integers, entropy-coded. On a floating grid a center stands before each line of them.
-    line_rows
-        Rows of a line.
-    check
-        crc32c of all codes as int32, row after row; of a relative segment too: of the codes that its rows end up with.
-    grid
-        The floating grid of the codes. None: they are multiples of a step, or differences.
-    """
-
+    # These integers, entropy-coded. On a floating grid a center stands before each line of them.
     lines: CodedLines
-    line_rows: int
+    line_rows: int  # rows of a line
+    # crc32c of all codes as int32, row after row; of a relative segment too: of the codes that its rows end up with
     check: int
+    # The floating grid of the codes. None: they are multiples of a step, or differences.
     grid: FloatingGrid | None = None
 
     @classmethod
@@ -153,12 +128,8 @@ class CodedRows:
     def decode_block(
         self, number: int, room: npt.NDArray[np.int32], most: int = MAX_CODE
     ) -> npt.NDArray[np.int32]:
-        """Return the codes of a block, of magnitudes up to `most`: a view of `room`, which is as `block_room` makes it.
-
-        Raises
-        ------
-        PayloadError
-            They are damaged.
+        """Return the codes of a block, of magnitudes up to `most`: a view of `room`, which is as `block_room`
+        makes it.
         """
         codes, zigzag = self.lines.decode_block(number, room)
         if self.grid is not None:
@@ -178,13 +149,7 @@ def checksum(check: int, codes: npt.NDArray[np.int32]) -> int:
 
 
 def check_codes(zigzag: int, most: int = MAX_CODE) -> None:
-    """Check the greatest zigzag code of a segment, whose codes have magnitudes up to `most`.
-
-    Raises
-    ------
-    PayloadError
-        It is none that the scheme has.
-    """
+    """Check the greatest zigzag code of a segment, whose codes have magnitudes up to `most`."""
     if zigzag > 2 * most:
         raise PayloadError(f"a code is beyond {most}")
 
@@ -192,12 +157,8 @@ def check_codes(zigzag: int, most: int = MAX_CODE) -> None:
 def code_range(mantissa: int, element: str = "float32") -> tuple[int, int]:
     """Return the least and the greatest magnitude of codes other than 0.
 
-    Parameters
-    ----------
-    mantissa
-        Bits of the mantissa that codes keep.
-    element
-        The element type whose values they are.
+    `mantissa`: bits of the mantissa that codes keep.
+    `element`: the element type whose values they are.
     """
     end = _END_OF_FLOAT16 if element == "float16" else _END_EXPONENT
     return _LEAST_EXPONENT << mantissa, (end << mantissa) - 1
@@ -206,12 +167,8 @@ def code_range(mantissa: int, element: str = "float32") -> tuple[int, int]:
 def floating_values(codes: npt.NDArray[np.integer[Any]], mantissa: int, element: str) -> npt.NDArray[Any]:
     """Return the values of codes, of the array dtype of an element type. All of them are exact.
 
-    Parameters
-    ----------
-    codes
-        Signed integers of any shape, from `lattice.floating.floating_codes`.
-    mantissa, element
-        What the codes were made with.
+    `codes`: signed integers of any shape, from `lattice.floating.floating_codes`.
+    `mantissa`, `element`: what the codes were made with.
     """
     wide = codes.astype(np.int64)
     bits = (np.abs(wide) << (MANTISSA_BITS - mantissa)) | ((wide < 0).astype(np.int64) << 31)

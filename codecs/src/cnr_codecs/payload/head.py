@@ -109,25 +109,13 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The head of a payload, proven by its checksum.
+    """The head of a payload, proven by its checksum."""
 
-    Attributes
-    ----------
-    rows, dim
-        Rows and columns of the chunk.
-    element
-        The element type's name.
-    seal
-        64 bits that tie the payload to its place in a store; 0 for none.
-    row_sets
-        The rows of each segment. No row is in two.
-    """
-
-    rows: int
+    rows: int  # rows, dim: rows and columns of the chunk
     dim: int
-    element: str
-    seal: int
-    row_sets: tuple[RowSet, ...]
+    element: str  # the element type's name
+    seal: int  # 64 bits that tie the payload to its place in a store; 0 for none
+    row_sets: tuple[RowSet, ...]  # the rows of each segment. No row is in two.
 
 
 def rows_written(payload: Any, *, seal: int | None = None) -> npt.NDArray[np.int64]:
@@ -164,13 +152,7 @@ def rows_written(payload: Any, *, seal: int | None = None) -> npt.NDArray[np.int
 
 
 def read_head(data: Any) -> Head:
-    """Return the head of a payload of version 2, which may be damaged or cut off behind it.
-
-    Raises
-    ------
-    PayloadLimitError, UnsupportedPayloadError, PayloadError
-        As `rows_written`.
-    """
+    """Return the head of a payload of version 2, which may be damaged or cut off behind it."""
     buffer = as_bytes(data)
     header = read_header(buffer)
     if header.version == FIRST_VERSION:
@@ -213,13 +195,7 @@ def reseal(data: Any, seal: int) -> bytes:
 
 
 def read_header(buffer: npt.NDArray[np.uint8]) -> Header:
-    """Return the header. In version 2 it is not proven before `read_entries` is.
-
-    Raises
-    ------
-    UnsupportedPayloadError, PayloadError
-        It is of a newer version, or no header.
-    """
+    """Return the header. In version 2 it is not proven before `read_entries` is."""
     if len(buffer) < HEADER.size:
         raise PayloadError(f"payload: {len(buffer)} bytes, the header alone takes {HEADER.size}")
     magic, version, code, segments, rows, dim, seal = HEADER.unpack_from(buffer.data)
@@ -237,13 +213,7 @@ def read_header(buffer: npt.NDArray[np.uint8]) -> Header:
 
 
 def check_decoded_bytes(header: Header, most: int) -> None:
-    """Check that the decoded chunk takes at most so many bytes, and that the payload's segments can be counted.
-
-    Raises
-    ------
-    PayloadLimitError, PayloadError
-        It takes more; there are too many segments.
-    """
+    """Check that the decoded chunk takes at most so many bytes, and that the payload's segments can be counted."""
     rows, dim, element = header.rows, header.dim, header.element
     decoded_bytes = rows * dim * element.array.itemsize
     if decoded_bytes > most:
@@ -256,13 +226,7 @@ def check_decoded_bytes(header: Header, most: int) -> None:
 
 
 def read_entries(reader: Reader, header: Header) -> list[Entry]:
-    """Return the entries of a payload of version 2, proven. The reader goes to the first body.
-
-    Raises
-    ------
-    UnsupportedPayloadError, PayloadError
-        A newer release wrote one of them; the head is damaged, cut off or malformed.
-    """
+    """Return the entries of a payload of version 2, proven. The reader goes to the first body."""
     head = _proven_head(reader.buffer)
     reader.position = len(head) + CHECKSUM.size
     position = _ENTRIES + header.segments * ENTRY.size
@@ -287,13 +251,7 @@ def read_entries(reader: Reader, header: Header) -> list[Entry]:
 
 
 def read_first_entries(reader: Reader, header: Header) -> Iterator[Entry]:
-    """Yield the entries of a payload of version 1. The body of each must be read before the next entry is.
-
-    Raises
-    ------
-    PayloadError
-        One is malformed.
-    """
+    """Yield the entries of a payload of version 1. The body of each must be read before the next entry is."""
     for index in range(header.segments):
         where = f"payload: segment {index}"
         kinds = _FIRST_ENTRY.unpack_from(reader.read(_FIRST_ENTRY.size, where, "head").data)

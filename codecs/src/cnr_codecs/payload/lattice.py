@@ -33,11 +33,6 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
     """Write the wanted rows of a lattice segment, and return how many these are.
 
     Only blocks with wanted rows are decoded. The checksum of the codes is compared if all of them are.
-
-    Raises
-    ------
-    PayloadError
-        The codes are damaged, or pending rows can't be added to them. Rows may have been written nevertheless.
     """
     grid, width = np.float32(segment.grid), payload.dim
     blocks, written = _Blocks(segment.coded_rows(), MAX_CODE), 0
@@ -56,15 +51,7 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
 def add_relative(payload: Payload, segment: Segment, need: Need, first_row: int, pending: Pending) -> None:
     """Add the wanted rows of a relative segment to what is pending, and mark them.
 
-    Parameters
-    ----------
-    need, first_row
-        As for `decode_into`.
-
-    Raises
-    ------
-    PayloadError
-        The differences are damaged, or a row is pending on another step. Rows may have been added nevertheless.
+    `need`, `first_row`: as for `decode_into`.
     """
     assert segment.coded is not None
     grid = np.float32(segment.grid)
@@ -78,13 +65,7 @@ def add_relative(payload: Payload, segment: Segment, need: Need, first_row: int,
 
 
 def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:
-    """Check that none of the rows of a relative segment is wanted, where nothing older can be read.
-
-    Raises
-    ------
-    PayloadError
-        One is.
-    """
+    """Check that none of the rows of a relative segment is wanted, where nothing older can be read."""
     for _, block in segment.row_set.blocks():
         rows = block.astype(np.int64) - first_row
         begin, end = np.searchsorted(rows, (0, len(need)))
@@ -112,10 +93,7 @@ def _runs(segment: Segment, blocks: _Blocks, dim: int, need: Need, first_row: in
 class _Blocks:
     """The blocks of coded rows, to be read in order. The last one read is kept.
 
-    Parameters
-    ----------
-    most
-        The greatest magnitude of a code.
+    `most`: the greatest magnitude of a code.
     """
 
     def __init__(self, coded: CodedRows, most: int) -> None:

@@ -219,13 +219,7 @@ def _lattice_body(segment: Segment) -> tuple[bytes | memoryview, ...]:
 def encode_head(
     rows: int, dim: int, element: Element, segments: Sequence[Segment], sizes: Sequence[int], seal: int
 ) -> bytes:
-    """Return what stands before the bodies, whose bytes are `sizes`: header, entries, row sets and checksum.
-
-    Raises
-    ------
-    RowsError
-        There are more than 1,024 segments, one is too large, or the seal is not an unsigned 64-bit integer.
-    """
+    """Return what stands before the bodies, whose bytes are `sizes`: header, entries, row sets and checksum."""
     if len(segments) > MAX_SEGMENTS:
         raise RowsError(
             f"a payload has at most {MAX_SEGMENTS} segments, got {len(segments)}; join some with merge_segments"

@@ -241,13 +241,7 @@ def _unpack_gaps(data: npt.NDArray[np.uint8], count: int, rows: int) -> Iterator
 
 
 def validate_row_set(kind: RowSetKind, count: int, rows: int, data: bytes, where: str) -> RowSet:
-    """Return the row set that `data` stores: of `encoded_bytes(kind, count, rows)` bytes, or of any number for gaps.
-
-    Raises
-    ------
-    PayloadError
-        The data doesn't name `count` different rows below `rows` in increasing order.
-    """
+    """Return the row set that `data` stores: of `encoded_bytes(kind, count, rows)` bytes, or of any number for gaps."""
     offsets = np.frombuffer(data, _OFFSET_DTYPES.get(kind, np.uint8))
     if kind is RowSetKind.PREFIX:
         return RowSet(kind, count, rows, offsets)

@@ -40,31 +40,17 @@ class _Stream(Protocol):
 
 @dataclass(frozen=True)
 class Follower:
-    """One bytes-to-bytes codec.
+    """One bytes-to-bytes codec."""
 
-    Attributes
-    ----------
-    zarr_name
-        Its name in a Zarr array's `codecs`.
-    decode
-        `decode(data, max_bytes)` returns at most that many bytes, or raises.
-    configuration
-        Makes the configuration in a Zarr array's `codecs` from that of numcodecs.
-    """
-
-    zarr_name: str
+    zarr_name: str  # its name in a Zarr array's `codecs`
+    # `decode(data, max_bytes)` returns at most that many bytes, or raises
     decode: Callable[[memoryview, int], bytes | bytearray]
+    # Makes the configuration in a Zarr array's `codecs` from that of numcodecs
     configuration: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
 
 def follower_config(config: Any) -> dict[str, Any]:
-    """Return the full configuration {"id": ..., every option} of a follower, as numcodecs states it.
-
-    Raises
-    ------
-    CodecConfigError
-        The codec can't follow a row codec, or doesn't take the options.
-    """
+    """Return the full configuration {"id": ..., every option} of a follower, as numcodecs states it."""
     name = config.get("id") if isinstance(config, Mapping) else config
     if not isinstance(config, Mapping) or not isinstance(name, str) or name not in _FOLLOWERS:
         raise CodecConfigError(
@@ -95,15 +81,7 @@ def encode(config: Mapping[str, Any], data: bytes) -> bytes:
 
 
 def decode(zarr_name: str, data: Any, max_bytes: int) -> bytes | bytearray:
-    """Return what a follower encoded to `data`.
-
-    Raises
-    ------
-    PayloadLimitError
-        It has more than `max_bytes`.
-    PayloadError
-        The codec did not write these bytes.
-    """
+    """Return what a follower encoded to `data`."""
     follower = _BY_ZARR_NAME[zarr_name]
     try:
         return follower.decode(memoryview(data).cast("B"), max_bytes)
@@ -114,13 +92,7 @@ def decode(zarr_name: str, data: Any, max_bytes: int) -> bytes | bytearray:
 
 
 def known_zarr_name(zarr_name: Any) -> str:
-    """Return the name, if it is that of a follower.
-
-    Raises
-    ------
-    CodecConfigError
-        It is not.
-    """
+    """Return the name, if it is that of a follower."""
     if not isinstance(zarr_name, str) or zarr_name not in _BY_ZARR_NAME:
         raise CodecConfigError(
             f"codec {zarr_name!r} follows the row codec but is unknown; this release reads {', '.join(_BY_ZARR_NAME)}"

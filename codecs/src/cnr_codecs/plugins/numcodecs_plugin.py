@@ -34,13 +34,7 @@ class _NumcodecsCodec(Codec):  # type: ignore[misc]  # numcodecs ships no types
     rows_codec: RowCodec
 
     def encode(self, buf: Any) -> bytes:
-        """Return the payload of an array (rows, dim), or (rows,), which counts as dim 1.
-
-        Raises
-        ------
-        RowsError
-            The array has another shape, no values, or a dtype that the codec doesn't store.
-        """
+        """Return the payload of an array (rows, dim), or (rows,), which counts as dim 1."""
         values = ensure_ndarray(buf)
         if values.ndim == 1:
             values = values[:, None]
@@ -51,17 +45,7 @@ class _NumcodecsCodec(Codec):  # type: ignore[misc]  # numcodecs ships no types
         return self.rows_codec.encode_rows(native, None, len(native), element=element)
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """Return the array (rows, dim) of a payload, or `out`, filled: any writable buffer of as many bytes.
-
-        Raises
-        ------
-        PayloadLimitError
-            Without `out`, the payload decodes to more than 64 MiB and to more than 32 times its size.
-        PayloadError
-            `buf` is not a payload, or not contiguous bytes.
-        RowsError
-            `out` has another size, or has neither the payload's dtype nor contiguous bytes.
-        """
+        """Return the array (rows, dim) of a payload, or `out`, filled: any writable buffer of as many bytes."""
         data = _payload_bytes(buf)
         limit = max(DEFAULT_MAX_DECODED_BYTES, _MAX_EXPANSION * data.nbytes)
         if out is None:

@@ -44,13 +44,7 @@ class _ZarrCodec(ArrayBytesCodec):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the codec of a metadata entry {"name": ..., "configuration": {...}}.
-
-        Raises
-        ------
-        CodecConfigError
-            The codec doesn't know an option, or doesn't take its value.
-        """
+        """Return the codec of a metadata entry {"name": ..., "configuration": {...}}."""
         _, configuration = parse_named_configuration(data, cls.name, require_configuration=False)
         unknown = set(configuration or {}) - {field.name for field in fields(cls)}
         if unknown:
@@ -62,13 +56,7 @@ class _ZarrCodec(ArrayBytesCodec):
         return self.rows_codec.zarr_codec()
 
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
-        """Check that the codec stores arrays of this shape and dtype.
-
-        Raises
-        ------
-        RowsError
-            The array has more than two dimensions, or a dtype that the codec doesn't store.
-        """
+        """Check that the codec stores arrays of this shape and dtype."""
         if len(shape) not in (1, 2):
             raise RowsError(f"codec {self.name} stores arrays (rows, dim) or (rows,), got shape {shape}")
         self._element(dtype)
@@ -77,23 +65,12 @@ class _ZarrCodec(ArrayBytesCodec):
         """Return the codec itself, once it is valid for the array.
 
         Inside a shard, this is the only call that sees the array's dtype.
-
-        Raises
-        ------
-        RowsError
-            As `validate`.
         """
         self.validate(shape=array_spec.shape, dtype=array_spec.dtype, chunk_grid=None)
         return self
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """Refuse: the size of a chunk depends on its rows.
-
-        Raises
-        ------
-        NotImplementedError
-            Always. Zarr expects it of codecs whose output varies in size.
-        """
+        """Refuse: the size of a chunk depends on its rows."""
         raise NotImplementedError(f"the size of a {self.name} chunk depends on its rows")
 
     def _element(self, dtype: Any) -> str:

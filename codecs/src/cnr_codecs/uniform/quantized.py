@@ -16,28 +16,16 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(eq=False, slots=True)
 class QuantizedRows:
-    """Parameters and packed codes of n rows, as the kernels leave them; see `kernels.uniform`.
+    """Parameters and packed codes of n rows, as the kernels leave them; see `kernels.uniform`."""
 
-    Attributes
-    ----------
-    scale, offset
-        float32 (n,): the parameters. They are read for half steps, and where rows have no float16 ones.
-    halves
-        uint16 (2, n): the bits of both as float16, for rows that have such.
-    kind
-        uint8 (n,): the `ParameterType` of each row; 0 for rows that must be stored raw, whose codes mean nothing.
-    codes
-        uint8 (n, bytes a row): packed codes.
-    float16_rows
-        How many rows have float16 parameters.
-    """
-
+    # scale, offset: float32 (n,): the parameters. They are read for half steps, and where rows have no float16 ones.
     scale: Float32s
     offset: Float32s
-    halves: npt.NDArray[np.uint16]
+    halves: npt.NDArray[np.uint16]  # uint16 (2, n): the bits of both as float16, for rows that have such
+    # uint8 (n,): the `ParameterType` of each row; 0 for rows that must be stored raw, whose codes mean nothing
     kind: npt.NDArray[np.uint8]
-    codes: npt.NDArray[np.uint8]
-    float16_rows: int = 0
+    codes: npt.NDArray[np.uint8]  # uint8 (n, bytes a row): packed codes
+    float16_rows: int = 0  # how many rows have float16 parameters
 
     @classmethod
     def for_codes(cls, codes: npt.NDArray[np.uint8]) -> QuantizedRows:
@@ -53,10 +41,7 @@ class QuantizedRows:
     def take(self, chosen: Mask | slice) -> QuantizedRows:
         """Return some of the rows.
 
-        Parameters
-        ----------
-        chosen
-            Which of them.
+        `chosen`: which of them.
         """
         return QuantizedRows(
             self.scale[chosen],
@@ -69,12 +54,8 @@ class QuantizedRows:
     def stored(self, kind: ParameterType, is_symmetric: bool) -> npt.NDArray[Any]:
         """Return the parameters as a segment stores them: scale and offset, or half steps.
 
-        Parameters
-        ----------
-        kind
-            How they are stored.
-        is_symmetric
-            Whether they are half steps.
+        `kind`: how they are stored.
+        `is_symmetric`: whether they are half steps.
         """
         dtype = PARAMETER_DTYPES[kind]
         if is_symmetric:
