@@ -20,7 +20,7 @@ from cnr_store.format.record import Record
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.loading.fallback import load_found, load_newest_sound
 from cnr_store.training.loading.joint_load import load_jointly, on_all, on_first_then_all
-from cnr_store.training.loading.load_result import Restored, warn_resharded, warn_salvaged
+from cnr_store.training.loading.load_result import Restored, warn_salvaged
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
@@ -160,7 +160,6 @@ class Loader:
         restored = replace(restored, salvaged=rows)
         if self.group.rank == 0:
             warn_salvaged(restored, self.catalog.backend.url)
-            warn_resharded(restored, self.catalog.backend.url)
             nbytes = bytes_text(self.backend.bytes_read - read_before)
             log.info(
                 "loaded version %s, step %d: %s rows, %s read in %.1f s",

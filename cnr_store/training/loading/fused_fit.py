@@ -1,50 +1,35 @@
 """The state that TorchRec's optimizers keep for rows: what a version holds of it, and how it fits this job's sharding.
 
-A row-wise optimizer keeps one number for each row and column shard, so that state's shape depends on how the table is
-sharded. For other column shards than those that were saved, each gets the mean of what was saved for its columns,
-weighted by width: where shards are joined, their mean; where one is split, its number for each part.
+A row-wise optimizer keeps one number for each row and column shard. What it would be for other columns can't be told
+from it, so this state fits the column shards alone that were saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass, field
 
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
+from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.match import Match, TableFit
-from cnr_store.training.loading.moved_tables import FUSED_SLOT, STEPPED_SLOT, MovedTables
+from cnr_store.training.loading.moved_tables import FUSED_SLOT, STEPPED_SLOT, MovedTables, refuse_shards
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import FUSED, Tree
 from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 
 Settings = Mapping[str, Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class FusedSlot:
-    """State to read: for the columns of `array`, from what is stored."""
-
-    array: RowArray
-    fit: TableFit
-    # (stored columns, columns): how the numbers stored make those of each column; None where they are the same
-    weights: npt.NDArray[np.float64] | None
-    path: str  # where it is stored
 
 
 @dataclass
 class FusedFit:
     """What TorchRec's optimizers are to get."""
 
-    slots: list[FusedSlot] = field(default_factory=list)  # what is read by rows
-    # By ``TABLE/SLOT``, the column shards saved and those of now, where they differ
-    resharded: dict[str, tuple[int, int]] = field(default_factory=dict)
-    blended: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # by path, the weights of those
+    # Of what is read by rows, the path in the version, the table, and the memory to fill
+    targets: list[tuple[str, TableFit, tuple[ColumnPart, ...]]] = field(default_factory=list)
     _settings: Settings = field(default_factory=dict)
 
     def assign_settings(self, trained: TrainedModel) -> None:
@@ -69,12 +54,6 @@ def fit_fused(
     `arrays`: the version's.
     """
     fused, everything, tree = FusedFit(), match.selection.everything, moved.fused
-    for table in moved.to_stepped.values():
-        stored = arrays[slot_path(table.name, FUSED_SLOT)].boundaries
-        if stored:
-            path = slot_path(table.name, FUSED_SLOT)
-            fused.blended[path] = _shares(stored, (0, table.dim))
-            fused.resharded[f"{table.name}/{STEPPED_SLOT}"] = len(stored) - 1, 1
     if trained.fused_position is None:
         if tree is not None and everything:
             match.unexpected.append("state of TorchRec's optimizer")
@@ -94,30 +73,46 @@ def fit_fused(
         }
         fused._settings = _settings_of_kernels(settings, trained, match.where)
     fits = {fit.table.name: fit for fit in match.tables}
-    for array in trained.row_arrays():
-        fit = fits.get(array.table.name)
-        if fit is None or array.is_weight or array.table not in trained.fused_tables:
+    by_path = {array.path: array for array in trained.row_arrays()}
+    for table in trained.fused_tables:
+        fit = fits.get(table.name)
+        if fit is None or table.parameter_name in moved.without_state:
             continue
-        if array.table.parameter_name in moved.without_state:
-            continue
-        if array.table.name in moved.to_fused:
-            entry = arrays[slot_path(array.table.name, STEPPED_SLOT)]
-            if len(array.shape) == 1 or array.boundaries:  # a number a row, which is stored as a column
-                entry = replace(entry, shape=entry.shape[:1])
-            path = slot_path(array.table.name, STEPPED_SLOT)
-            fused.slots.append(FusedSlot(array, fit, _weights(fused, array, entry), path))
-            continue
-        if array.slot not in tree["slots"].get(array.table.name, ()):
-            match.lacks(
-                [f"{array.table.name}/{array.slot}"],
-                f"{match.where} holds no {array.slot!r} of table {array.table.name!r}: another optimizer trained it; "
-                f"load without dmp.fused_optimizer, or {IGNORE} the rest",
-            )
-            continue
-        entry = arrays[slot_path(array.table.name, array.slot)]
-        fused.slots.append(FusedSlot(array, fit, _weights(fused, array, entry), array.path))
-    fused.blended |= {slot.path: slot.weights for slot in fused.slots if slot.weights is not None}
+        kept = {slot: by_path[slot_path(table.name, slot)] for slot in table.sharded.slots}
+        paths = {slot: slot_path(table.name, slot) for slot in tree["slots"].get(table.name, ())}
+        if table.name in moved.to_fused:
+            paths = {FUSED_SLOT: slot_path(table.name, STEPPED_SLOT)}
+        if _state_fits(match, table, kept, {slot: arrays[path] for slot, path in paths.items()}):
+            fused.targets += [(paths[slot], fit, array.parts) for slot, array in kept.items()]
     return fused
+
+
+def _state_fits(
+    match: Match, table: Table, kept: Mapping[str, RowArray], stored: Mapping[str, ArrayEntry]
+) -> bool:
+    """Whether a table's state by slot is stored as it is kept now. If not, none of it is loaded: `match` tells why."""
+    now = {slot: _shards(array.shape, array.boundaries) for slot, array in kept.items()}
+    then = {slot: _shards(entry.shape, entry.boundaries[:-1]) for slot, entry in stored.items()}
+    if then == now:
+        return True
+    names = [f"{table.name}/{slot}" for slot in kept]
+    if then.keys() == now.keys() and all(bool(then[slot]) == bool(now[slot]) for slot in now):
+        refuse_shards(match, table, names, max(then.values()), max(now.values()))
+    else:
+        before, after = ({slot: each.shape for slot, each in slots.items()} for slots in (stored, kept))
+        match.unexpected += [f"{table.name}/{slot}" for slot in stored if slot not in kept]
+        match.lacks(
+            names,
+            f"table {table.name!r}: {match.where} holds {before} as its state, and the model's fused optimizer keeps "
+            f"{after}: another optimizer trained it; give it that one, load without dmp.fused_optimizer, or {IGNORE} "
+            "the rest",
+        )
+    return False
+
+
+def _shards(shape: Sequence[int], boundaries: tuple[int, ...]) -> tuple[int, ...]:
+    """The first columns of the column shards that have a number each in every row; none if every value has one."""
+    return boundaries or (() if shape[1:] not in ((), (1,)) else (0,))
 
 
 def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) -> Settings:
@@ -147,32 +142,3 @@ def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) ->
         for group in joined.values():
             group.update(greatest)
     return settings
-
-
-def _weights(fused: FusedFit, array: RowArray, entry: ArrayEntry) -> npt.NDArray[np.float64] | None:
-    width = array.table.dim
-    stored, now = entry.boundaries, _edges(array.boundaries, width)
-    if (stored or (0, width)) == now and entry.shape[1:] == array.shape[1:]:
-        return None
-    name = f"{array.table.name}/{array.slot}"
-    is_row_wise = bool(stored) or len(entry.shape) == 1
-    if not is_row_wise or (array.shape[1:] and not array.boundaries) or entry.element != array.element:
-        raise ModelMismatchError(
-            f"{name} is {array.shape} {array.element} in the model and stored as {entry.shape} {entry.element}: "
-            "another optimizer trained it, or kept it in a type that can't be split among columns; load without "
-            "dmp.fused_optimizer"
-        )
-    stored = stored or (0, width)
-    fused.resharded[name] = len(stored) - 1, len(now) - 1
-    return _shares(stored, now)
-
-
-def _shares(stored: Sequence[int], now: Sequence[int]) -> npt.NDArray[np.float64]:
-    """(stored columns, columns): how much of each column's width lies in each stored one."""
-    overlap = np.minimum.outer(stored[1:], now[1:]) - np.maximum.outer(stored[:-1], now[:-1])
-    shares = np.maximum(overlap, 0).astype(np.float64)
-    return np.asarray(shares / shares.sum(axis=0))
-
-
-def _edges(boundaries: Sequence[int], width: int) -> tuple[int, ...]:
-    return (*boundaries, width) if boundaries else (0, width)

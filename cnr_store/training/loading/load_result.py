@@ -40,10 +40,6 @@ class Restored:
         With ``salvage=True``, the rows that were damaged or lost, and the versions that their values are from: by
         table, and by ``TABLE/SLOT`` for optimizer state. Where nothing proves which rows a damaged chunk held, all
         that it may have held.
-    resharded
-        Optimizer state with a number for each row and column shard, by ``TABLE/SLOT``, whose table was saved in other
-        column shards: how many, and how many there are now. Each number is now the mean of those saved for its
-        columns.
     readers
         Of a version that another number of ranks saved, what each of them gave `save` as reader, by rank. `reader` is
         None then. Empty where the number is that of now.
@@ -59,7 +55,6 @@ class Restored:
     grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     salvaged: Mapping[str, SalvagedRows] = field(default_factory=dict)
-    resharded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     readers: tuple[Any, ...] = ()
 
     def _repr_html_(self) -> str:
@@ -75,16 +70,6 @@ def warn_left_out(restored: Restored, url: str) -> None:
             "version %s of %s also holds the %s, which the next save will not have: give Checkpointer the optimizer "
             "and the state={...} that it was saved with, or load with cnr_store.load if only weights are wanted",
             *(restored.version.id, url, ", ".join(restored.unexpected)),
-        )
-
-
-def warn_resharded(restored: Restored, url: str) -> None:
-    """Log which optimizer state could not be kept exactly, because tables have other column shards now."""
-    for name, (stored, now) in restored.resharded.items():
-        log.warning(
-            "version %s of %s: %s was saved for %d column shards, and there are %d now: each has the mean of "
-            "the numbers saved for its columns",
-            *(restored.version.id, url, name, stored, now),
         )
 
 

@@ -136,7 +136,10 @@ def _join(
         state, kept = dict(tree["state"]), dict(tree["slots"])
         has_slot = not slots or (slot is not None and entry is not None and _holds(slot, entry))
         if has_slot and _are_alike(kind, group, fused_kind, slots, [FUSED_SLOT], entry, table):
-            if slots:
+            if entry is not None and entry.boundaries:
+                moved.without_state.add(name)
+                refuse_shards(match, table, [f"state of {name!r}"], entry.boundaries[:-1], (0,))
+            elif slots:
                 moved.to_stepped[table.name] = table
                 kept[table.name] = [STEPPED_SLOT]
                 state[name] = {key: value for key, value in own.items() if key != STEPPED_SLOT}
@@ -203,4 +206,21 @@ def _refuse(match: Match, table: Table, before: str, now: str) -> None:
         f"table {table.name!r}: when {match.where} was saved, {before}, and {now}, as it is sharded otherwise: what "
         "the first kept for its rows is not what the other keeps. Shard the table as it was, or give it an optimizer "
         f"of the same mathematics (Adagrad, row-wise Adagrad, plain SGD), or {IGNORE} the rest without that state",
+    )
+
+
+def refuse_shards(
+    match: Match, table: Table, names: Sequence[str], stored: Sequence[int], now: Sequence[int]
+) -> None:
+    """Note that a table has other column shards than those that its state has numbers for.
+
+    `names`: of that state.
+    `stored`, `now`: the first columns of the column shards saved, and of the model's.
+    """
+    match.lacks(
+        names,
+        f"table {table.name!r} has column shards that begin at {[*now]}, and had some that began at {[*stored]} in "
+        f"{match.where}. {', '.join(names)} holds one number for each row and column shard, which tells none for other "
+        "columns. Shard the table's columns as they were, on any ranks (column_wise may name one twice), or "
+        f"{IGNORE} the rest and leaves this state as it is in the model",
     )

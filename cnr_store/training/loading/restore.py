@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from cnr_store.training.loading.moved_tables import MovedTables, move_tables
 from cnr_store.training.loading.optimizer_fit import OptimizerFit, Slots, fit_optimizers
 from cnr_store.training.loading.row_fill import (
     AllRows,
-    Blended,
     ChosenRows,
     Fill,
     Reader,
@@ -114,11 +113,14 @@ class Restore:
             catalog, record, trained.model, trained.tables, selection, self._loaders, trained.excluded
         )
         self._state = self._read_state()
-        self._stepping, self._fused_tree = split_trees(self._state.optimizers)
+        self._stepping, fused = split_trees(self._state.optimizers)
         trees = self._unwrapped_trees()
-        moved = move_tables(self._match, trained, trees, self._fused_tree, self._names, record.arrays)
-        self._fits = self._fit_optimizers(trees, moved) if trained.optimizers else []
+        if trained.optimizers or trained.fused_position is not None:
+            named = trees if fused is None else [*trees, fused]
+            check_slots(named, self._match.rows, record.arrays, self._match.where)
+        moved = move_tables(self._match, trained, trees, fused, self._names, record.arrays)
         self._fused = fit_fused(self._match, trained, moved, record.arrays)
+        self._fits = self._fit_optimizers(moved) if trained.optimizers else []
         if selection.everything:
             self._compare_rest()
         self._match.prove()
@@ -160,7 +162,7 @@ class Restore:
         trees = [unwrap_tree(tree, one, names) for tree, one in zip(stored, given, strict=False)]
         return trees + stored[len(given) :]
 
-    def _fit_optimizers(self, trees: Sequence[Tree], moved: MovedTables) -> list[OptimizerFit]:
+    def _fit_optimizers(self, moved: MovedTables) -> list[OptimizerFit]:
         match, excluded = self._match, self._trained.excluded
         names = {name for name in self._names.values() if not excluded.has(name)}
         chosen = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
@@ -169,8 +171,6 @@ class Restore:
         fits = fit_optimizers(match, self._trained.optimizers, moved, self._names, loaded)
         match.prove()
         self._trained.row_arrays()  # raises if two keep state of one name for one table
-        fused = [] if self._fused_tree is None else [self._fused_tree]
-        check_slots([*trees, *fused], match.rows, self._record.arrays, self._match.where)
         for fit in fits:
             fit.take_slots(self._record.arrays)
         return fits
@@ -238,7 +238,6 @@ class Restore:
             grown=match.grown,
             cast=match.cast,
             salvaged=salvaged,
-            resharded=self._fused.resharded,
             readers=self._state.readers,
         )
         return restored, changed
@@ -255,8 +254,7 @@ class Restore:
         ]
         exact: dict[str, AllRows] = {}
         salvagers: list[SalvageReader] = []
-        targets += [(slot.path, slot.fit, slot.array.parts) for slot in self._fused.slots]
-        blended = self._fused.blended
+        targets += self._fused.targets
         others: list[Fill] = []
         for path, fit, parts in targets:
             reader: Reader
@@ -266,9 +264,7 @@ class Restore:
             else:
                 reader = ArrayReader(self._catalog, self._record, path)
             target = Target(fit.table.first_row, fit.table.local_rows, parts)
-            if path in blended:
-                others.append(Blended(reader, target, fit.ids, blended[path]))
-            elif fit.exact:
+            if fit.exact:
                 exact[path] = all_rows(reader, target)
             else:
                 others.append(ChosenRows(reader, target, fit.ids))
@@ -347,7 +343,7 @@ class Restore:
 
         After a whole load all of it, else the arrays that are now as they are stored.
         """
-        if self._match.selection.whole and not self._fused.resharded:
+        if self._match.selection.whole:
             return lineage
         return replace(
             lineage, lines={path: line for path, line in lineage.lines.items() if path in self._exact}

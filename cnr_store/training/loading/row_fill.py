@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cnr_backends import BackendError, Transfer
@@ -166,37 +165,12 @@ class ChosenRows(Fill):
             return
         out = np.empty((rows, self.reader.columns), self.reader.dtype)
         self.reader.read_rows(first, out, wanted.copy())
-        made = self.made_of(out[offsets])
+        chosen = out[offsets]
         for part in self.target.parts:
-            values = _columns(part, made)
+            values = _columns(part, chosen)
             if part.tensor.dtype is torch.bfloat16:
                 values = values.astype(np.float32)  # the array type of bfloat16
             assign_ids(part.tensor, start + offsets, values)
-
-    def made_of(self, stored: AnyArray) -> AnyArray:
-        """The rows to assign, of those stored."""
-        return stored
-
-
-class Blended(ChosenRows):
-    """The same, each column made of the numbers stored by `weights`.
-
-    `weights`: (stored columns, columns of the array) float64.
-    """
-
-    def __init__(
-        self, reader: Reader, target: Target, ids: Ids | None, weights: npt.NDArray[np.float64]
-    ) -> None:
-        super().__init__(reader, target, ids)
-        self._weights = weights
-
-    def made_of(self, stored: AnyArray) -> AnyArray:
-        made = np.zeros((len(stored), self._weights.shape[1]))
-        for values, weights in zip(stored.astype(np.float64).T, self._weights, strict=True):
-            taken = np.flatnonzero(weights)  # 0 times infinity is NaN
-            made[:, taken] += values[:, None] * weights[taken]
-        result: AnyArray = made.astype(self.reader.dtype)
-        return result
 
 
 def _plain_memory(reader: Reader, target: Target) -> AnyArray | None:

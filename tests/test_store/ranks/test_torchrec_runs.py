@@ -13,7 +13,6 @@ import torch
 
 from tests.nightly import NIGHT
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
-from tests.test_store.ranks.support.spread_model import resharded
 from tests.test_store.support.same_arrays import assert_same_arrays
 
 LIFE = "tests.test_store.ranks.support.torchrec_life:life"
@@ -70,24 +69,3 @@ def test_a_killed_run_goes_on_over_ranks_and_shardings(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             values, expected[name], rtol=0, atol=1e-5 * abs(values).max(), err_msg=name
         )
-
-
-@pytest.mark.nightly
-def test_numbers_of_a_row_and_column_shard_are_averaged_or_repeated(tmp_path: Path) -> None:
-    widths = {"q": 4, "c": 8, "r": 16, "t": 16}
-    shardings = ((2, "qqr"), (3, "crq"), (1, "tqc"), (2, "ccc"))
-    for place, (world, sharding) in enumerate(shardings):
-        last = (place + 1) * STEPS
-        logged = run(tmp_path, world, sharding, "EXACT_ROWWISE_ADAGRAD", last)["logged"]
-        start = last - STEPS
-        if not place:
-            continue
-        found, before = left(tmp_path, f"loaded{start}"), left(tmp_path, str(start))
-        for table, old, new in zip("ABC", shardings[place - 1][1], sharding, strict=True):
-            slot = f"ebc.embedding_bags.{table}.weight/momentum1"
-            old_columns, new_columns = (tuple(range(0, 16, widths[each])) for each in (old, new))
-            expected = resharded(before.pop(slot), 16, old_columns, new_columns)
-            np.testing.assert_allclose(found.pop(slot), expected, rtol=1e-6)
-            is_told = any(f"ebc.embedding_bags.{table}/momentum1 was saved for" in line for line in logged)
-            assert is_told == (old_columns != new_columns)
-        assert_same_arrays(found, before)

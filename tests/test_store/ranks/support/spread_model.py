@@ -173,11 +173,3 @@ def _pieces(own: Sequence[Piece], dtype: torch.dtype) -> list[LocalPiece]:
         LocalPiece(piece.first_row, piece.first_column, torch.zeros(piece.rows, piece.columns, dtype=dtype))
         for piece in own
     ]
-
-
-def resharded(values: Array, dim: int, before: tuple[int, ...], after: tuple[int, ...]) -> Array:
-    """Numbers of a row and column shard for other column shards: means by width, and the same for each part of one."""
-    columns = np.repeat(values.reshape(len(values), -1).astype(np.float64), np.diff((*before, dim)), axis=1)
-    means = [columns[:, left:right].mean(axis=1) for left, right in pairwise((*after, dim))]
-    shape = (len(values), len(after)) if len(after) > 1 else (len(values),)
-    return np.stack(means, axis=1).reshape(shape).astype(np.float32)

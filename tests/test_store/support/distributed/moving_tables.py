@@ -136,13 +136,12 @@ def go_on(
         url, model, optimizers, policy="consecutive", bits=32, timeout_seconds=30
     ) as checkpointer:
         loaded: dict[str, Any] = {}
-        resharded: dict[str, Any] = {}
         missing: tuple[str, ...] = ()
         start, over = 0, ""
         if cnr_store.versions(url):
             restored = checkpointer.load(strict=strict)  # type: ignore[arg-type]
             start, missing, loaded = restored.step, restored.missing, alike(bits(model, optimizers))
-            over, resharded = digest(model.state_dict()["over.weight"]), dict(restored.resharded)
+            over = digest(model.state_dict()["over.weight"])
         rows = []
         for step in range(start + 1, start + 3):
             optimizers[1].zero_grad()
@@ -153,7 +152,6 @@ def go_on(
         "loaded": loaded,
         "over": over,
         "missing": missing,
-        "resharded": resharded,
         "rows": alike(rows),
         "trained": alike(bits(model, optimizers)),
         "trained over": digest(model.state_dict()["over.weight"]),

@@ -87,17 +87,31 @@ def test_state_moves_only_where_no_number_is_rounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_numbers_a_row_of_column_shards_become_their_mean(tmp_path: Path) -> None:
-    first = values(
-        run_ranks(2, GO_ON, tmp_path, "EXACT_ROWWISE_ADAGRAD", "cw dp rw dp", deadline_seconds=120)
-    )
-    second = values(
-        run_ranks(2, GO_ON, tmp_path, "EXACT_ROWWISE_ADAGRAD", "dp cw rw dp", deadline_seconds=120)
-    )
-    for each in second:
-        assert each["resharded"] == {
-            "bags.embedding_bags.A/sum": (2, 1),
-            "bags.embedding_bags.B/momentum1": (1, 2),
+def test_numbers_a_row_stay_those_of_their_column_shards(tmp_path: Path) -> None:
+    def run(world: int, ways: str, strict: str = "raise") -> Any:
+        return run_ranks(world, GO_ON, tmp_path, "EXACT_ROWWISE_ADAGRAD", ways, strict, deadline_seconds=120)
+
+    values(run(2, "cw dp rw dp"))
+    before = values(run(3, "cw dp tw dp"))[0]["trained"]  # on a rank more
+    refused = run(2, "dp cw rw dp")
+    assert len({each.text for each in refused}) == 1
+    for each in refused:
+        assert each.error == "ModelMismatchError"
+        assert (
+            "'bags.embedding_bags.A' has column shards that begin at [0], and had some that began at [0, 4]"
+            in each.text
+        )
+        assert (
+            "'bags.embedding_bags.B' has column shards that begin at [0, 4], and had some that began at [0]"
+            in each.text
+        )
+    for each in values(run(1, "cw dp rw dp")):
+        assert each["loaded"] == before
+        before = each["trained"]
+    for each in values(run(2, "dp cw rw dp", "ignore")):
+        differing = {name for name, bits in each["loaded"].items() if before[name] != bits}
+        assert differing == {f"bags.embedding_bags.{name}/kept" for name in "AB"}
+        assert {*each["missing"]} == {
+            "state of 'bags.embedding_bags.A.weight'",
+            "bags.embedding_bags.B/momentum1",
         }
-        differing = {name for name, bits in each["loaded"].items() if first[0]["trained"][name] != bits}
-        assert differing <= {f"bags.embedding_bags.{name}/kept" for name in "AB"}

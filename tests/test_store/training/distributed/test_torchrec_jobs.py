@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,3 +193,62 @@ def test_warmup_that_is_kept_as_state_is_refused(url: str, around: str) -> None:
     stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=5, value=0.1)]
     with pytest.raises(cnr_store.UnsupportedModelError, match=r"a WarmupOptimizer .* scheduler"):
         checkpointer_of(job, url, [WarmupOptimizer(inner, stages)])
+
+
+def bits(arrays: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in arrays.items()}
+
+
+@pytest.mark.parametrize(("before", "after"), [("c", "t"), ("r", "c"), ("q", "c")])
+def test_numbers_a_row_of_other_column_shards_are_refused_or_left_out(
+    url: str, before: str, after: str
+) -> None:
+    job = Job(f"{before}cd", "EXACT_ROWWISE_ADAGRAD")
+    with checkpointer_of(job, url) as checkpointer:
+        job.train(1)
+        checkpointer.save(1).result()
+    saved = bits(job.gathered())
+    job = Job(f"{after}cd", "EXACT_ROWWISE_ADAGRAD")
+    with checkpointer_of(job, url) as checkpointer:
+        job.train(2)
+        own = bits(job.gathered())
+        begins = {"c": [0, 8], "q": [0, 4, 8, 12], "r": [0], "t": [0]}
+        told = f"{begins[after]}, and had some that began at {begins[before]} in version 0"
+        for choice in ({}, {"tables": "*.A"}):
+            with pytest.raises(cnr_store.ModelMismatchError, match=re.escape(told)) as refused:
+                checkpointer.load(**choice)  # type: ignore[arg-type]
+            assert "table 'ebc.embedding_bags.A' has column shards" in str(refused.value)
+            assert "embedding_bags.B" not in str(refused.value)
+            assert bits(job.gathered()) == own
+        assert checkpointer.load(strict="ignore").missing == ("ebc.embedding_bags.A/momentum1",)
+        slot = "ebc.embedding_bags.A.weight/momentum1"
+        assert bits(job.gathered()) == saved | {slot: own[slot]}
+        job.train(3)
+        checkpointer.save(3).result()
+        expected = bits(job.gathered())
+        job.train(4)
+        checkpointer.load()
+    assert bits(job.gathered()) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("ADAGRAD", "ROWWISE_ADAGRAD"), ("SGD", "ADAGRAD"), ("ADAGRAD", "SGD")]
+)
+def test_what_another_fused_optimizer_kept_is_refused_or_left_out(url: str, before: str, after: str) -> None:
+    job = Job("rcd", f"EXACT_{before}")
+    with checkpointer_of(job, url) as checkpointer:
+        job.train(1)
+        checkpointer.save(1).result()
+    saved = bits(job.gathered())
+    job = Job("rcd", f"EXACT_{after}")
+    with checkpointer_of(job, url) as checkpointer:
+        job.train(2)
+        own = bits(job.gathered())
+        told = r"table 'ebc\.embedding_bags\.B': .* another optimizer"
+        with pytest.raises(cnr_store.ModelMismatchError, match=told):
+            checkpointer.load()
+        assert bits(job.gathered()) == own
+        checkpointer.load(strict="ignore")
+    kept = {name: value for name, value in own.items() if name.endswith("/momentum1")}
+    found = bits(job.gathered())
+    assert found == {name: saved[name] for name in found.keys() - kept.keys()} | kept
