@@ -102,7 +102,7 @@ def test_a_rank_reads_the_chunks_that_meet_its_rows(quick: str, seed: int) -> No
             job.save(step)
     with ThreadJob(quick, 4, KINDS, draw_cuts(random, 4), **OPTIONS) as job:
         before = [checkpointer._loader.backend.bytes_read for checkpointer in job.checkpointers]
-        job.load()
+        job.load(strict="ignore")  # numbers of other column shards are left out
         for rank, checkpointer in enumerate(job.checkpointers):
             read = checkpointer._loader.backend.bytes_read - before[rank]
             assert read <= DOCUMENTS_BYTES + MOST_READ * least_bytes(quick, job, rank)
