@@ -107,16 +107,6 @@ class Placement:
         return cls.of(name, shape, [Piece(0, shape[0], 0, shape[1], rank) for rank in ranks])
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ascending: the ranks that hold any part of it."""
-        return tuple(sorted({rank for band in self.bands for span in band.spans for rank in span.ranks}))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether each of its ranks holds all of it, one rank or many."""
-        return len(self.bands) <= 1 and all(band.is_full_width for band in self.bands)
-
-    @property
     def needs_or(self) -> bool:
         """Whether any row is held by more than one rank, so that bitmaps of changed rows must be OR-ed."""
         return any(band.needs_or for band in self.bands)
@@ -131,15 +121,6 @@ class Placement:
     def is_full(self, first_row: int, rows: int) -> bool:
         """Whether whoever holds any of these rows holds all their columns."""
         return all(band.is_full_width for band in self.overlapping(first_row, first_row + rows))
-
-    def of_rank(self, rank: int) -> list[Piece]:
-        """The pieces of a rank, ascending."""
-        return [
-            Piece(band.first_row, band.rows, span.first_column, span.columns, rank)
-            for band in self.bands
-            for span in band.spans
-            if rank in span.ranks
-        ]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object: the rows of each band and, for each of its spans, the columns and runs of ranks."""

@@ -29,6 +29,16 @@ def of_bands(bands: tuple[Band, ...]) -> Cells:
     }
 
 
+def boxes(placement: Placement) -> list[Piece]:
+    """What each rank holds, in ascending order."""
+    return sorted(
+        Piece(band.first_row, band.rows, span.first_column, span.columns, rank)
+        for band in placement.bands
+        for span in band.spans
+        for rank in span.ranks
+    )
+
+
 @settings(deadline=None)
 @given(placed(), st.randoms())
 def test_each_cell_is_held_by_the_pieces_given(given_pieces: tuple[Any, list[Piece]], rnd: Any) -> None:
@@ -37,12 +47,7 @@ def test_each_cell_is_held_by_the_pieces_given(given_pieces: tuple[Any, list[Pie
     placement = Placement.of("t", shape, pieces)
     expected = cells(pieces)
     assert of_bands(placement.bands) == expected
-    assert placement.ranks == tuple(sorted({rank for ranks in expected.values() for rank in ranks}))
-    for rank in placement.ranks:
-        assert sorted(each for each in pieces if each.rank == rank and each.rows and each.columns) == (
-            placement.of_rank(rank)
-        )
-    assert placement.of_rank(99) == []
+    assert boxes(placement) == sorted(each for each in pieces if each.rows and each.columns)
 
 
 @settings(deadline=None)
@@ -69,8 +74,6 @@ def test_what_is_said_of_rows(given_pieces: tuple[Any, list[Piece]]) -> None:
             assert band.counting_rank in held[row]
             assert band.needs_or == (len(held[row]) > 1)
     assert placement.needs_or == any(len(ranks) > 1 for ranks in held.values())
-    boxes = {each[:4] for each in pieces if each.rows and each.columns}
-    assert placement.is_whole == (boxes == {(0, shape[0], 0, shape[1])})
 
 
 @settings(deadline=None)
@@ -105,7 +108,7 @@ def test_another_box_is_refused(given_pieces: tuple[Any, list[Piece]], data: st.
     columns = data.draw(st.integers(1, shape[1] - first_column))
     more = Piece(first_row, rows, first_column, columns, data.draw(st.integers(0, 9)))
     if more[:4] in [each[:4] for each in pieces] and more not in pieces:
-        assert more in Placement.of("t", shape, [*pieces, more]).of_rank(more.rank)
+        assert more in boxes(Placement.of("t", shape, [*pieces, more]))
         return
     with pytest.raises(UnsupportedModelError, match=r"table 't'"):
         Placement.of("t", shape, [*pieces, more])
@@ -162,16 +165,13 @@ def test_empty_shards_are_ignored() -> None:
 def test_replicas() -> None:
     placement = Placement.replicated("t", (10, 4), range(3))
     assert placement.bands == (Band(0, 10, (Span(0, 4, (0, 1, 2)),)),)
-    assert placement.is_whole
-    assert placement.ranks == (0, 1, 2)
     alone = Placement.replicated("t", (10, 4), [5])
-    assert alone.is_whole
-    assert alone.ranks == (5,)
+    assert alone.bands == (Band(0, 10, (Span(0, 4, (5,)),)),)
 
 
 def test_a_table_without_rows() -> None:
     placement = Placement.of("t", (0, 4), [Piece(0, 0, 0, 4, 0)])
-    assert (placement.bands, placement.ranks, placement.needs_or) == ((), (), False)
+    assert (placement.bands, placement.needs_or) == ((), False)
     assert Placement.from_json(placement.to_json()) == placement
 
 
