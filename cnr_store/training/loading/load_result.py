@@ -94,41 +94,30 @@ def warn_readers(restored: Restored, url: str, world: int) -> None:
 
 
 def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> None:
-    """Give a reader its state back.
+    """Give a reader its state back; if other ranks than those of now saved readers, its share of what these had left.
 
     `rank`, `world`: this process's number, and how many ranks there are.
     """
     where = f"version {restored.version.id}, step {restored.step},"
-    if any(each is not None for each in restored.readers):
-        _split_readers(restored, reader, rank, world)
+    others = len(restored.readers) if any(each is not None for each in restored.readers) else 0
+    if reader is None:
+        if rank == 0 and (others or restored.reader is not None):
+            log.warning(
+                "%s holds %s, but resume() got no reader: the data continues from your reader's own position",
+                *(
+                    where,
+                    f"readers of another number of ranks ({others})" if others else "the state of a reader",
+                ),
+            )
         return
-    if reader is not None and restored.reader is None:
-        raise OptionError(
-            f"{where} was saved without a reader, so the position in the data is not known: call resume() without a "
-            "reader, and set the reader's position yourself"
-        )
-    if reader is not None:
+    if not others:
+        if restored.reader is None:
+            raise OptionError(
+                f"{where} was saved without a reader, so the position in the data is not known: call resume() without "
+                "a reader, and set the reader's position yourself"
+            )
         reader.load_state_dict(restored.reader)
         warn_of_skipping(restored.reader)
-    elif restored.reader is not None and rank == 0:
-        log.warning(
-            "%s holds the state of a reader, but resume() got no reader: the data continues from your reader's own "
-            "position",
-            where,
-        )
-
-
-def _split_readers(restored: Restored, reader: Any, rank: int, world: int) -> None:
-    """Give a reader its share of what the readers of another number of ranks had left."""
-    where = f"version {restored.version.id}, step {restored.step},"
-    others = len(restored.readers)
-    if reader is None:
-        if rank == 0:
-            log.warning(
-                "%s holds readers of another number of ranks (%d), but resume() got no reader: the data continues "
-                "from your reader's own position",
-                *(where, others),
-            )
         return
     if not callable(split := getattr(reader, "split_state", None)):
         raise OptionError(

@@ -60,19 +60,13 @@ def move_tables(
     `names`: ``id(parameter)`` to name.
     `arrays`: the version's.
     """
-    moved = MovedTables([dict(tree) for tree in trees], None if fused is None else dict(fused))
-    was_fused = {
-        name for group in (fused or {"param_groups": []})["param_groups"] for name in group["params"]
-    }
-    fits = {fit.table.name for fit in match.tables}
-    for table in trained.tables:
-        name = table.parameter_name
+    moved = MovedTables([*trees], fused)
+    was_fused = {name for group in fused["param_groups"] for name in group["params"]} if fused else set()
+    for table in (fit.table for fit in match.tables):
         is_fused = isinstance(table, SpreadTable) and table.is_fused
-        if table.name not in fits:
-            continue
-        if is_fused and trained.fused_position is not None and name not in was_fused:
+        if is_fused and trained.fused_position is not None and table.parameter_name not in was_fused:
             _leave(moved, match, table, arrays)
-        elif not is_fused and name in was_fused:
+        elif not is_fused and table.parameter_name in was_fused:
             _join(moved, match, table, trained.optimizers, names, arrays)
     if moved.fused is not None and not moved.fused["param_groups"] and trained.fused_position is None:
         moved.fused = None
@@ -88,24 +82,15 @@ def _leave(moved: MovedTables, match: Match, table: Table, arrays: Mapping[str, 
         if group is None:
             continue
         slots = tree["slots"].get(table.name, [])
-        entry = arrays.get(slot_path(table.name, STEPPED_SLOT)) if STEPPED_SLOT in slots else None
-        if _are_alike(tree["class"], group, kind, slots, [STEPPED_SLOT], entry, table):
+        entry = arrays.get(slot_path(table.name, STEPPED_SLOT)) if slots == [STEPPED_SLOT] else None
+        if _are_alike(tree["class"], group, kind, slots, entry, table):
             moved.to_fused |= {table.name: table} if slots else {}
         else:
             moved.without_state.add(name)
             _refuse(
                 match, table, f"{tree['class']} stepped it", f"the fused optimizer {kind!r} trains it now"
             )
-        groups = [
-            {**each, "params": [other for other in each["params"] if other != name]}
-            for each in tree["param_groups"]
-        ]
-        moved.trees[position] = {
-            **tree,
-            "param_groups": [each for each in groups if each["params"]],
-            "state": {other: state for other, state in tree["state"].items() if other != name},
-            "slots": {other: kept for other, kept in tree["slots"].items() if other != table.name},
-        }
+        moved.trees[position] = _without(tree, table)
         if moved.fused is None:
             moved.fused = {"class": "", "param_groups": [], "state": {}, "slots": {}, "other": {}}
         return
@@ -121,43 +106,49 @@ def _join(
 ) -> None:
     """Put a table into the stored state of the optimizer that steps it now."""
     assert moved.fused is not None
-    name, fused = table.parameter_name, moved.fused
-    for optimizer, (position, tree) in zip(optimizers, enumerate(moved.trees), strict=False):
+    name, slots = table.parameter_name, moved.fused["slots"].get(table.name, [])
+    for position, (optimizer, tree) in enumerate(zip(optimizers, moved.trees, strict=False)):
         group = next(
             (g for g in optimizer.param_groups if any(p is table.parameter for p in g["params"])), None
         )
         if group is None:
             continue
-        slots = fused["slots"].get(table.name, [])
-        entry = arrays.get(slot_path(table.name, FUSED_SLOT)) if FUSED_SLOT in slots else None
+        entry = arrays.get(slot_path(table.name, FUSED_SLOT)) if slots == [FUSED_SLOT] else None
         kind, own = type(optimizer).__name__, optimizer.state.get(table.parameter, {})
         slot = row_slots(optimizer, table.parameter).get(STEPPED_SLOT)
-        fused_kind = _KINDS.get(kind, ("",))[0]
         state, kept = dict(tree["state"]), dict(tree["slots"])
         has_slot = not slots or (slot is not None and entry is not None and _holds(slot, entry))
-        if has_slot and _are_alike(kind, group, fused_kind, slots, [FUSED_SLOT], entry, table):
-            if entry is not None and entry.boundaries:
-                moved.without_state.add(name)
-                refuse_shards(match, table, [f"state of {name!r}"], entry.boundaries[:-1], (0,))
-            elif slots:
-                moved.to_stepped[table.name] = table
-                kept[table.name] = [STEPPED_SLOT]
-                state[name] = {key: value for key, value in own.items() if key != STEPPED_SLOT}
-        else:
+        if not has_slot or not _are_alike(kind, group, _KINDS.get(kind, ("",))[0], slots, entry, table):
             moved.without_state.add(name)
             before = f"{slots} in {entry.element}" if entry else f"{slots}"
-            now = f"{kind} steps it now" + (
-                f", with {STEPPED_SLOT!r} in {slot.dtype}" if slot is not None else ""
-            )
-            _refuse(match, table, f"a fused optimizer with the state {before} trained it", now)
+            now = f", with {STEPPED_SLOT!r} in {slot.dtype}" if slot is not None else ""
+            trained = f"a fused optimizer with the state {before} trained it"
+            _refuse(match, table, trained, f"{kind} steps it now{now}")
+        elif entry is not None and entry.boundaries:
+            moved.without_state.add(name)
+            refuse_shards(match, table, [f"state of {name!r}"], entry.boundaries[:-1], (0,))
+        elif slots:
+            moved.to_stepped[table.name] = table
+            kept[table.name] = [STEPPED_SLOT]
+            state[name] = {key: value for key, value in own.items() if key != STEPPED_SLOT}
         groups = _joined(tree["param_groups"], name, [names.get(id(one)) for one in group["params"]], group)
         moved.trees[position] = {**tree, "param_groups": groups, "state": state, "slots": kept}
-        moved.fused = {
-            **fused,
-            "param_groups": [each for each in fused["param_groups"] if name not in each["params"]],
-            "slots": {other: slot for other, slot in fused["slots"].items() if other != table.name},
-        }
+        moved.fused = _without(moved.fused, table)
         return
+
+
+def _without(tree: Tree, table: Table) -> Tree:
+    """A stored state without a table's."""
+    name = table.parameter_name
+    groups = [
+        {**group, "params": [one for one in group["params"] if one != name]} for group in tree["param_groups"]
+    ]
+    return {
+        **tree,
+        "param_groups": [group for group in groups if group["params"]],
+        "state": {other: state for other, state in tree["state"].items() if other != name},
+        "slots": {other: slots for other, slots in tree["slots"].items() if other != table.name},
+    }
 
 
 def _joined(groups: Sequence[Group], name: str, mates: Sequence[str | None], now: Group) -> list[Group]:
@@ -182,18 +173,20 @@ def _are_alike(
     group: Mapping[str, Any],
     fused_kind: str,
     slots: Sequence[str],
-    expected: Sequence[str],
     entry: ArrayEntry | None,
     table: Table,
 ) -> bool:
-    """Whether an optimizer with this group and a fused one keep the same, and it is what is stored."""
+    """Whether an optimizer with this group and a fused one keep the same, and it is what is stored.
+
+    `entry`: of the only one of `slots`, if it is the one that they keep.
+    """
     if fused_kind not in _KINDS.get(kind, ()):
         return False
     if any(group.get(setting) for setting in ("momentum", "lr_decay")):
         return False
     if kind == "SGD":
         return not slots
-    if [*slots] != [*expected] or entry is None:
+    if entry is None:
         return False
     if kind == "Adagrad":
         return entry.shape == (entry.shape[0], table.dim) and not entry.boundaries
@@ -220,7 +213,7 @@ def refuse_shards(
     match.lacks(
         names,
         f"table {table.name!r} has column shards that begin at {[*now]}, and had some that began at {[*stored]} in "
-        f"{match.where}. {', '.join(names)} holds one number for each row and column shard, which tells none for other "
-        "columns. Shard the table's columns as they were, on any ranks (column_wise may name one twice), or "
+        f"{match.where}. {', '.join(names)} holds one number for each row and column shard, and none for other shards "
+        "follows from them. Shard the table's columns as they were, on any ranks (column_wise may name one twice), or "
         f"{IGNORE} the rest and leaves this state as it is in the model",
     )
