@@ -48,7 +48,7 @@ def held_pieces(tensor: torch.Tensor, name: str) -> list[LocalPiece]:
                 f"{name} is a DTensor with the placements {dtensor.placements}, whose parts are not blocks; shard "
                 "each dimension over one dimension of the mesh"
             )
-    return local_pieces(tensor, name)[1]
+    return local_pieces(tensor, name)
 
 
 def check_follows(tensor: object, parameter: torch.Tensor, name: str) -> None:

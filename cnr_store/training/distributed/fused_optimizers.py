@@ -23,6 +23,9 @@ _SLOTS = {
 }
 """State of each optimizer by name, and whether it is one number a row."""
 
+_UNCOUNTED = {"sgd", "exact_sgd", "exact_adagrad", "row_wise_adagrad", "exact_row_wise_adagrad"}
+"""Of these the number of lookups changes what a step does only where they keep ``prev_iter``."""
+
 _AVERAGING = {"ensemble_row_wise_adagrad", "ema_in_place_row_wise_adagrad"}
 """Every so many lookups these change all rows."""
 
@@ -77,22 +80,11 @@ class FusedOptimizer:
         (group,) = kernel.fused_optimizer.param_groups
         module = kernel.emb_module
         settings: dict[str, float] = {"lr": float(group["lr"])}
-        if self._counts_lookups:
+        if "prev_iter" in self.slots or self.kind not in _UNCOUNTED:
             settings["iter"] = int(module.iter.item())
         if "row_counter" in self.slots and "prev_iter" in self.slots:
             settings["max_counter"] = float(module.max_counter.item())
         return settings
-
-    @property
-    def _counts_lookups(self) -> bool:
-        """Whether the number of lookups changes what a step does."""
-        return "prev_iter" in self.slots or self.kind not in (
-            "sgd",
-            "exact_sgd",
-            "exact_adagrad",
-            "row_wise_adagrad",
-            "exact_row_wise_adagrad",
-        )
 
     @staticmethod
     def assign(kernel: Any, settings: Mapping[str, float]) -> None:

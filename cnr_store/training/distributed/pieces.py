@@ -40,32 +40,24 @@ class ColumnPart:
         return self.tensor.shape[1] if self.tensor.ndim == 2 else 1
 
 
-def local_pieces(value: torch.Tensor, name: str) -> tuple[tuple[int, ...], list[LocalPiece]]:
-    """The shape of a whole tensor, and the boxes of it that this process holds.
+def local_pieces(value: Any, name: str) -> list[LocalPiece]:
+    """The boxes of a whole tensor that this process holds. None is empty, but of an empty plain tensor.
 
     `value`: a plain tensor, a ``ShardedTensor`` or a ``DTensor``.
     `name`: what errors call it.
-
-    Returns: The shape, and no piece, one or several. None is empty, but of an empty plain tensor.
     """
     if is_a(value, "ShardedTensor"):
-        shape, boxes = _shards(value)
+        boxes: Boxes = ((shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards())
     elif is_a(value, "DTensor"):
-        shape, boxes = tuple(value.shape), _boxes(value, name)
+        boxes = _boxes(value, name)
     else:
-        return tuple(value.shape), [LocalPiece(0, 0, _plain(value, name))]
-    return shape, [_piece(offsets, _plain(part, name), name) for offsets, part in boxes if part.numel()]
+        return [LocalPiece(0, 0, _plain(value, name))]
+    return [_piece(offsets, _plain(part, name), name) for offsets, part in boxes if part.numel()]
 
 
 def is_a(value: object, name: str) -> bool:
     """Whether a class of torch of this name is among those of `value`."""
     return any(kind.__name__ == name and kind.__module__.startswith("torch.") for kind in type(value).__mro__)
-
-
-def _shards(value: Any) -> tuple[tuple[int, ...], Boxes]:
-    """The shape of a ``ShardedTensor``, whose own ``shape`` warns, and offsets and memory of its local shards."""
-    boxes = ((shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards())
-    return tuple(value.metadata().size), boxes
 
 
 def _boxes(value: Any, name: str) -> Boxes:

@@ -33,17 +33,6 @@ _OUTER = {"ShardedFeatureProcessedEmbeddingBagCollection"}
 _WRAPPERS = (AveragedModel, DataParallel, DistributedDataParallel)
 
 
-@dataclass(frozen=True)
-class Box:
-    """Where a shard of a table lies."""
-
-    rank: int  # in the group of ranks that the table is sharded over
-    first_row: int  # first_row, first_column: of the table
-    first_column: int
-    rows: int  # rows, columns: how many
-    columns: int
-
-
 @dataclass
 class Slot:
     """State of an optimizer that follows a table's rows, as a store has it: the same on every number of ranks."""
@@ -62,9 +51,6 @@ class ShardedTable:
     name: str  # the key of its weight in the model's state dict, without what wrappers add
     shape: tuple[int, int]  # ``(rows, dim)`` of the whole
     dtype: torch.dtype  # element type of the rows
-    features: tuple[str, ...]  # whose ids are looked up in it
-    # All shards, on all ranks. One each for every rank that trains with the whole table by itself.
-    boxes: tuple[Box, ...]
     # Whether each rank has the whole table, and its optimizer is one like those of dense parameters
     replicated: bool
     # Whether rows may be newer in a cache than in `pieces`: `ShardedModule.flush` before each read, and
@@ -183,9 +169,9 @@ def _named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 def _tables(module: nn.Module, prefix: str) -> list[ShardedTable]:
     tables: dict[str, ShardedTable] = {}
-    shards: dict[str, list[tuple[int, Any]]] = {}
-    for rank, shard in _all_shards(module):
-        shards.setdefault(shard.name, []).append((rank, shard))
+    shards: dict[str, list[Any]] = {}
+    for shard in _all_shards(module):
+        shards.setdefault(shard.name, []).append(shard)
     for name, found in shards.items():
         tables[name] = _table(f"{prefix}.{name}.weight", found)
     for lookup in bare_lookups(module):
@@ -195,19 +181,18 @@ def _tables(module: nn.Module, prefix: str) -> list[ShardedTable]:
     return list(tables.values())
 
 
-def _all_shards(module: nn.Module) -> Iterator[tuple[int, Any]]:
-    """The ``ShardedEmbeddingTable`` of each rank's shards, rank by rank for each way to shard."""
+def _all_shards(module: nn.Module) -> Iterator[Any]:
+    """The ``ShardedEmbeddingTable`` of all ranks' shards."""
     found = _attribute(module, "_embedding_shardings", "_sharding_type_to_sharding")
     for sharding in found.values() if isinstance(found, Mapping) else found:
-        for rank, groups in enumerate(_attribute(sharding, "_grouped_embedding_configs_per_rank")):
+        for groups in _attribute(sharding, "_grouped_embedding_configs_per_rank"):
             for group in groups:
-                for shard in group.embedding_tables:
-                    yield rank, shard
+                yield from group.embedding_tables
 
 
-def _table(name: str, shards: list[tuple[int, Any]]) -> ShardedTable:
-    """A table without local memory so far."""
-    _, first = shards[0]
+def _table(name: str, shards: list[Any]) -> ShardedTable:
+    """A table without local memory so far, of all ranks' shards."""
+    first = shards[0]
     kernel = first.compute_kernel.value
     if kernel not in _KERNELS or first.use_virtual_table:
         raise UnsupportedModelError(
@@ -215,10 +200,9 @@ def _table(name: str, shards: list[tuple[int, Any]]) -> ShardedTable:
             f"use one of {', '.join(sorted(_KERNELS))}"
         )
     shape = (first.num_embeddings, first.embedding_dim)
-    boxes = tuple(Box(rank, *first_of(shard), shard.local_rows, shard.local_cols) for rank, shard in shards)
     optimizer = None if kernel == "dense" else FusedOptimizer.of(first.fused_params or {}, name)
     slots = {}
-    columns = tuple(sorted({box.first_column for box in boxes}))
+    columns = tuple(sorted({first_of(shard)[1] for shard in shards}))
     for slot, rowwise in optimizer.slots.items() if optimizer else ():
         if not rowwise:
             slots[slot] = Slot(shape)
@@ -230,8 +214,6 @@ def _table(name: str, shards: list[tuple[int, Any]]) -> ShardedTable:
         name,
         shape,
         _dtype(first, name),
-        tuple(first.feature_names),
-        boxes,
         replicated=first.local_metadata is None,
         cached=kernel == "fused_uvm_caching",
         optimizer=optimizer,

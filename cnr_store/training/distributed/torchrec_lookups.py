@@ -21,21 +21,11 @@ Mark: TypeAlias = Callable[[str, int, torch.Tensor], None]
 """Gets a table's name, the first row of the local shard, and rows of that shard: int64, none or many, in any order."""
 
 
-def hook_lookups(sharded: ShardedModule, mark: Mark) -> LookupHooks:
-    """Have `mark` called for every lookup with gradients in the module's tables.
-
-    `sharded`: from `find_sharded`.
-    `mark`: called once for each shard and feature, before rows change, from the thread that computes. A row that an id
-    out of range stands for is among those that it gets.
-    """
-    return LookupHooks(sharded, mark)
-
-
 class LookupHooks:
     """The hooks of one module. Call `check` at each save, before the rows that were marked are taken.
 
-    `sharded`: the module.
-    `mark`: as in `hook_lookups`.
+    `mark`: called for every lookup with gradients, once for each shard and feature, before rows change, from the thread
+    that computes. A row that an id out of range stands for is among those that it gets.
     """
 
     def __init__(self, sharded: ShardedModule, mark: Mark) -> None:
@@ -150,13 +140,15 @@ class _Hook:
     def __call__(self, *args: object) -> None:
         self._call(*args)
 
-    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
-        return _CopiedHook, ()
+    def __reduce__(self) -> tuple[type[CopiedHook], tuple[()]]:
+        return CopiedHook, ()
 
 
-class _CopiedHook:
+class CopiedHook:
+    """What a hook of a copied model is: it does nothing."""
+
     def __call__(self, *_: object) -> None:
-        """Do nothing."""
+        pass
 
 
 def _shards_by_position(lookup: nn.Module) -> list[tuple[str, int, int, str]]:

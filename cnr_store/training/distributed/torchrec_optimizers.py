@@ -50,7 +50,7 @@ def check_kept(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]
     known = {piece.tensor.data_ptr() for each in sharded for table in each.tables for piece in table.pieces}
     for leaf in _leaves(optimizers):
         for name, parameter in leaf.params.items() if _is_fused(leaf) else ():
-            for piece in local_pieces(parameter, name)[1]:
+            for piece in local_pieces(parameter, name):
                 if piece.tensor.numel() and piece.tensor.data_ptr() not in known:
                     raise UnsupportedModelError(
                         f"{type(leaf).__name__} keeps state for {name!r}, which is no table that TorchRec shards in "

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cnr_store.training.distributed.torchrec import ShardedModule
-from cnr_store.training.distributed.torchrec_lookups import LookupHooks
+from cnr_store.training.distributed.torchrec_lookups import CopiedHook, LookupHooks
 from cnr_store.training.distributed.torchrec_optimizers import passes_steps_on
 from cnr_store.training.model.tables import DTensorTable, Lookup
 from cnr_store.training.tracking.bitmap import mark_at
@@ -167,13 +167,8 @@ class _TableHook:
     def __init__(self, tracker: TableTracker) -> None:
         self._tracker = tracker
 
-    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
-        return _CopiedHook, ()
-
-
-class _CopiedHook:
-    def __call__(self, *_: object) -> None:
-        """Do nothing."""
+    def __reduce__(self) -> tuple[type[CopiedHook], tuple[()]]:
+        return CopiedHook, ()
 
 
 class _AfterLoad(_TableHook):

@@ -59,9 +59,7 @@ class SharedModel(nn.Module):
         """The table of items, as one that is sharded."""
         pieces = [LocalPiece(self.first, 0, self.items)]
         sgd = FusedOptimizer("exact_sgd", {})
-        place = ShardedTable(
-            "items.weight", (ITEMS, DIM), torch.float32, (), (), False, False, sgd, {}, pieces
-        )
+        place = ShardedTable("items.weight", (ITEMS, DIM), torch.float32, False, False, sgd, {}, pieces)
         return SpreadTable("items", place, None)
 
     def train(self, step: int, checkpointer: Checkpointer) -> None:  # type: ignore[override]

@@ -158,8 +158,6 @@ def _sharded(kind: TableKind, cut: Cut, rank: int) -> ShardedTable:
         f"{PREFIX}{kind.name}.weight",
         shape,
         kind.dtype,
-        (kind.name,),
-        (),
         False,
         False,
         optimizer,

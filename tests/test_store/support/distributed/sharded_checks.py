@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
 from cnr_store.training.distributed.torchrec import ShardedTable, find_sharded
-from cnr_store.training.distributed.torchrec_lookups import LookupHooks, hook_lookups
+from cnr_store.training.distributed.torchrec_lookups import LookupHooks
 from tests.nightly import NIGHT
 from tests.test_store.support.distributed.sharded_model import (
     BAGS,
@@ -42,7 +41,7 @@ class Marked:
         self.sharded = find_sharded(model)
         self.rows: dict[tuple[str, int], set[int]] = {}
         for each in self.sharded:
-            self.hooks.append(hook_lookups(each, self._mark))
+            self.hooks.append(LookupHooks(each, self._mark))
 
     def _mark(self, table: str, first_row: int, rows: torch.Tensor) -> None:
         self.rows.setdefault((table, first_row), set()).update(rows.tolist())
@@ -89,34 +88,28 @@ def _step(model: Any, seed: int, **options: Any) -> None:
 
 
 def pieces_tile(optimizer: str = "EXACT_ROWWISE_ADAGRAD") -> None:
-    """The boxes of all ranks tile each table; pieces and state are those that TorchRec names, live."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """The pieces of all ranks tile each table; they and state are those that TorchRec names, live."""
+    world = dist.get_world_size()
     model = sharded_model(world, optimizer, without="")
     stored = model.state_dict()
     fused = model.fused_optimizer.state_dict()["state"]
     tables = _tables(model)
     assert tables.keys() == {*BAGS, *SEQUENCES}
     for name, table in tables.items():
-        assert set(table.features) == set({**BAGS, **SEQUENCES}[name])
-        covered = np.zeros(table.shape, int)
-        for box in table.boxes:
-            rows, columns = slice(box.first_row, box.first_row + box.rows), slice(box.first_column, None)
-            covered[rows, columns][:, : box.columns] += 1
+        assert table.shape == (FEW.get(name, ROWS), DIM)
+        covered = torch.zeros(table.shape, dtype=torch.int64)
+        for piece in table.pieces:
+            rows, columns = piece.tensor.shape
+            covered[piece.first_row :, piece.first_column :][:rows, :columns] += 1
+        dist.all_reduce(covered)
         assert (covered == (world if table.replicated else 1)).all()
-        own = [
-            (box.first_row, box.first_column, (box.rows, box.columns))
-            for box in table.boxes
-            if box.rank == rank and box.rows
-        ]
-        assert [(p.first_row, p.first_column, tuple(p.tensor.shape)) for p in table.pieces] == own
-        shape, same = local_pieces(stored[table.name], table.name)
-        assert shape == table.shape == (FEW.get(name, ROWS), DIM)
+        same = local_pieces(stored[table.name], table.name)
         assert [_place(each) for each in same] == [_place(each) for each in table.pieces]
         state = fused.get(table.name, {})  # has no entry without a shard
         assert not state or {f"{name}.{slot}" for slot in table.slots} == state.keys()
         for slot, value in table.slots.items():
             if f"{name}.{slot}" in state:
-                _, theirs = local_pieces(state[f"{name}.{slot}"], name)
+                theirs = local_pieces(state[f"{name}.{slot}"], name)
                 assert [_place(p)[2] for p in theirs] == [_place(p)[2] for p in value.pieces]
             _check_slot(optimizer, table, value)
 
@@ -127,7 +120,10 @@ def _place(piece: LocalPiece) -> tuple[int, int, int]:
 
 def _check_slot(optimizer: str, table: ShardedTable, slot: Any) -> None:
     """A slot's pieces lie where those of the weight do, or one column for each column shard."""
-    starts = sorted({box.first_column for box in table.boxes})
+    held = torch.zeros(DIM, dtype=torch.int64)
+    held[[piece.first_column for piece in table.pieces]] = 1
+    dist.all_reduce(held)
+    starts = torch.nonzero(held).flatten().tolist()
     if optimizer == "EXACT_ADAGRAD":
         assert (slot.shape, slot.boundaries) == (table.shape, ())
     elif len(starts) > 1:
@@ -324,7 +320,7 @@ def _variable_batch() -> Any:
 def what_lookups_do_not_tell_is_refused() -> None:
     """Known by names, since these run on GPUs only."""
     model = sharded_model(dist.get_world_size())
-    shards = [shard for _, shard in torchrec._all_shards(model.module.bags) if shard.name == "B"]
+    shards = [shard for shard in torchrec._all_shards(model.module.bags) if shard.name == "B"]
     for shard in shards:
         shard.compute_kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING
     assert [name for name, table in _tables(model).items() if table.cached] == ["B"]
