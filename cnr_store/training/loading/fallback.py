@@ -7,7 +7,7 @@ A load that fails half way has overwritten a part of the model, and the next one
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from cnr_store.catalog.catalog import Catalog, Version
@@ -87,16 +87,13 @@ def _load_first_sound(catalog: Catalog, version: Version, load: Load) -> Restore
             return replace(restored, skipped=tuple((name, str(error)) for name, error in skipped))
     if not skipped:
         return load(catalog.find(version))  # raises the error that says what is missing
-    damage = "\n".join(f"{cause} ({_names_text(names)})" for cause, names in causes.items())
+    damage = "\n".join(
+        f"{cause} (version{'s' * (len(names) > 1)} {listed(names, 8)})" for cause, names in causes.items()
+    )
     raise CorruptionError(
         f"{url}: nothing could be loaded: {wanted!r} and all versions before it are damaged or do not fit the model, "
         f"which may be partly overwritten now. `cnr verify {url}` shows what can be restored:\n{damage}"
     ) from skipped[0][1]
-
-
-def _names_text(names: Sequence[str]) -> str:
-    """Ids of versions with the same damage."""
-    return f"{'version' if len(names) == 1 else 'versions'} {listed(names, 8)}"
 
 
 def _load_version(catalog: Catalog, name: str, record: Record | CheckpointError, load: Load) -> Restored:

@@ -80,7 +80,7 @@ def fit_fused(
             continue
         kept = {slot: by_path[slot_path(table.name, slot)] for slot in table.sharded.slots}
         paths = {slot: slot_path(table.name, slot) for slot in tree["slots"].get(table.name, ())}
-        if table.name in moved.to_fused:
+        if table.name in moved.carried:
             paths = {FUSED_SLOT: slot_path(table.name, STEPPED_SLOT)}
         if _state_fits(match, table, kept, {slot: arrays[path] for slot, path in paths.items()}):
             fused.targets += [(paths[slot], fit, array.parts) for slot, array in kept.items()]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cnr_store.errors import CheckpointError, RanksError
 from cnr_store.format.record import Record
@@ -151,9 +151,4 @@ def _follow(group: Group, attempt: JointAttempt, find: Callable[[str], Record]) 
 
 def _tell(group: Group, said: Document) -> Document:
     """What the first rank says."""
-
-    def first(documents: list[Any]) -> Document:
-        told: Document = documents[0]
-        return told
-
-    return group.decide("load", said, first)
+    return group.decide("load", said, lambda documents: documents[0])

@@ -39,9 +39,7 @@ class MovedTables:
 
     trees: list[Tree]  # of the optimizers that step
     fused: Tree | None  # of TorchRec's; None if there is none
-    # to_stepped, to_fused: the tables whose state is carried over, by name
-    to_stepped: dict[str, Table] = field(default_factory=dict)
-    to_fused: dict[str, Table] = field(default_factory=dict)
+    carried: set[str] = field(default_factory=set)  # names of the tables whose state is carried over
     # Names of the parameters whose state can't be carried over
     without_state: set[str] = field(default_factory=set)
 
@@ -84,7 +82,7 @@ def _leave(moved: MovedTables, match: Match, table: Table, arrays: Mapping[str, 
         slots = tree["slots"].get(table.name, [])
         entry = arrays.get(slot_path(table.name, STEPPED_SLOT)) if slots == [STEPPED_SLOT] else None
         if _are_alike(tree["class"], group, kind, slots, entry, table):
-            moved.to_fused |= {table.name: table} if slots else {}
+            moved.carried |= {table.name} if slots else set()
         else:
             moved.without_state.add(name)
             _refuse(
@@ -128,7 +126,7 @@ def _join(
             moved.without_state.add(name)
             refuse_shards(match, table, [f"state of {name!r}"], entry.boundaries[:-1], (0,))
         elif slots:
-            moved.to_stepped[table.name] = table
+            moved.carried.add(table.name)
             kept[table.name] = [STEPPED_SLOT]
             state[name] = {key: value for key, value in own.items() if key != STEPPED_SLOT}
         groups = _joined(tree["param_groups"], name, [names.get(id(one)) for one in group["params"]], group)

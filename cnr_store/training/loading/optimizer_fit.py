@@ -153,7 +153,7 @@ def fit_optimizers(
         stored_kind = trees[position]["class"] if position < len(trees) else None
         if stored_kind == kind:
             fit = _fit_optimizer(match, position, optimizer, trees[position], names, loaded, held)
-            fit.moved = moved.to_stepped.keys() & fit.fits.keys()
+            fit.moved = moved.carried & fit.fits.keys()
             fits.append(fit)
             continue
         match.missing.append(f"state of optimizer {position} ({kind})")
