@@ -1,4 +1,4 @@
-"""The paper's greedy walk narrows a row's range bin by bin. The reference of the tests defines it."""
+"""The paper's greedy walk, of codecs with `bins` or `ratio`, narrows a row's range bin by bin."""
 
 from __future__ import annotations
 

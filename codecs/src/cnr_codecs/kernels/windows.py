@@ -1,4 +1,4 @@
-"""The windows that the search for a row's range tries, for the kernel and for its numpy reference."""
+"""The windows that the default search for a row's range tries: not the greedy walk of `walk`."""
 
 from __future__ import annotations
 
