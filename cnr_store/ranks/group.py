@@ -59,14 +59,6 @@ class Group(ABC):
         Returns: the verdict, the same on all ranks.
         """
 
-    def gather(self, phase: str, said: Document) -> list[Document]:
-        """Tell every rank what every rank says, in rank order. See `decide`.
-
-        The store answers every rank with all documents: where a verdict will do, `decide` costs less.
-        """
-        documents: list[Document] = self.decide(phase, said, lambda found: {"documents": found})["documents"]
-        return documents
-
     def refuse(self, phase: str, reason: str) -> None:  # noqa: B027 - one rank alone has nobody to tell
         """Fail the next decision on the other ranks at once, because this rank does not come to it.
 

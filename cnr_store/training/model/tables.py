@@ -43,11 +43,6 @@ class Table:
         if name not in self.shared_with:
             self.shared_with.append(name)
 
-    @property
-    def aliases(self) -> list[str]:
-        """Names like `name` of the entries in `tied_names`."""
-        return [table_name(name) for name in self.tied_names]
-
     @cached_property
     def path(self) -> str:
         """The path of its rows in a version."""

@@ -144,7 +144,7 @@ def test_a_store_that_ended_is_an_error_with_the_phase() -> None:
 
 def test_one_rank_talks_to_itself() -> None:
     alone = Alone()
-    assert alone.gather("save", {"n": 1}) == [{"n": 1}]
+    assert alone.decide("save", {"n": 1}, lambda said: {"all": said}) == {"all": [{"n": 1}]}
     assert alone.broadcast(b"x") == b"x"
     assert bytes(alone.exchange({0: [b"a", b"", b"b"]}, {0})[0]) == b"ab"
     assert alone.exchange({}, set()) == {}

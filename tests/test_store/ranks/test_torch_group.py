@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cnr_store import RanksError
-from cnr_store.ranks.group import Group, Piece
+from cnr_store.ranks.group import Document, Group, Piece
 from cnr_store.ranks.protocol import SaveRound
 from cnr_store.training.distributed.torch_group import TorchGroup, job_group
 from tests.test_store.ranks.support.rank_processes import Outcome, reach, run_ranks
@@ -43,9 +43,15 @@ def all_verbs_of_torch() -> list[Any]:
     return all_verbs(job_group(timeout_seconds=30))
 
 
+def gathered(group: Group, phase: str, said: Document) -> list[Document]:
+    """What every rank says, in rank order."""
+    documents: list[Document] = group.decide(phase, said, lambda found: {"all": found})["all"]
+    return documents
+
+
 def all_verbs(group: Group) -> list[Any]:
     rank = group.rank
-    said = group.gather("test", {"rank": rank})
+    said = gathered(group, "test", {"rank": rank})
     total = group.sum(np.array([rank, 10**12]))
     none = group.sum(np.empty(0, np.int64))
     bits = group.either(np.array([1 << rank, 0], np.uint8))
@@ -129,12 +135,12 @@ def fail_in(verb: str, victim: int) -> Any:
     """A verb that the victim never calls, then what becomes of the rest."""
     group = TorchGroup(timeout_seconds=SECONDS)
     calls: dict[str, Callable[[], object]] = {
-        "decide": lambda: group.gather("save", {}),
+        "decide": lambda: gathered(group, "save", {}),
         "sum": lambda: group.sum(np.ones(1000, np.int64)),
         "either": lambda: group.either(np.ones(1000, np.uint8)),
         "exchange": lambda: group.exchange(to_all([b"message"]), range(WORLD)),
     }
-    group.gather("save", {})
+    gathered(group, "save", {})
     if group.rank == victim:
         reach("victim")
     return timed(calls[verb])
@@ -178,13 +184,13 @@ def test_a_lost_rank_is_named(lost: Lost, verb: str, victim: int, number: int) -
 def break_and_go_on() -> Any:
     """One rank is stopped for longer than the others wait; then all go on."""
     group = TorchGroup(timeout_seconds=SECONDS)
-    group.gather("first", {})
+    gathered(group, "first", {})
     if group.rank == 2:
         reach("stop")
     text, _ = timed(lambda: group.sum(np.ones(10, np.int64)))
     reach("gave up")
     broken, _ = timed(lambda: group.exchange({}, set()))
-    group.gather("second", {})
+    gathered(group, "second", {})
     got = group.exchange(to_all([b"again"]), range(WORLD))
     return text, broken, group.sum(np.array([group.rank])).tolist(), [bytes(each) for each in got.values()]
 
@@ -209,7 +215,7 @@ def abort_an_exchange() -> Any:
     else:
         text, _ = timed(lambda: group.exchange({0: [b"x"]}, {2}, 1, lambda: save.beat("exchange")))
     seconds = time.monotonic() - start
-    group.gather("next", {})
+    gathered(group, "next", {})
     got = group.exchange(to_all([b"y"]), range(WORLD), 2)
     return text, seconds, [bytes(each) for each in got.values()]
 

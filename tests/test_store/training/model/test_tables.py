@@ -58,7 +58,7 @@ def test_each_table_has_its_name_place_and_shape() -> None:
     assert user.parameter is model.user.weight
     assert user.modules == [model.user]
     assert (item.name, item.rows, item.dim, item.element) == ("towers.item", 6, 3, "bfloat16")
-    assert not user.aliases
+    assert not user.tied_names
     assert not user.shared_with
 
 
@@ -151,7 +151,7 @@ def test_tied_embeddings_are_one_table() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(4, 2), "b": nn.Embedding(4, 2, max_norm=1.0)})
     model["b"].weight = model["a"].weight
     (table,) = find_tables(model)
-    assert (table.name, table.aliases) == ("a", ["b"])
+    assert (table.name, table.tied_names) == ("a", ("b.weight",))
     assert table.modules == [model["a"], model["b"]]
     assert not table.shared_with
     assert dense_tensors(model, [table]) == {}
@@ -161,7 +161,7 @@ def test_a_tied_output_layer_is_named() -> None:
     model = nn.ModuleDict({"emb": nn.Embedding(4, 2), "out": nn.Linear(2, 4)})
     model["out"].weight = model["emb"].weight
     (table,) = find_tables(model)
-    assert (table.name, table.aliases, table.shared_with) == ("emb", ["out"], ["out"])
+    assert (table.name, table.tied_names, table.shared_with) == ("emb", ("out.weight",), ["out"])
     assert list(dense_tensors(model, [table])) == ["out.bias"]
 
 
