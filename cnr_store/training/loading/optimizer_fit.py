@@ -27,7 +27,7 @@ from cnr_store.training.model.optimizer_state import (
 )
 from cnr_store.training.model.row_arrays import key_of
 from cnr_store.training.model.tables import Table
-from cnr_store.training.model.tensors import dtype_named, lies_by_columns, may_overlap_itself
+from cnr_store.training.model.tensors import dtype_named, may_overlap_itself
 
 Slots = dict[str, dict[str, torch.Tensor]]
 _BEGIN_AT_ZERO = (SGD, Adam, AdamW, RMSprop, SparseAdam)
@@ -57,8 +57,7 @@ class OptimizerFit:
                     target = row_slots(self.optimizer, fit.table.parameter)[key]
                     target = target.clone() if may_overlap_itself(target) else target
                 else:
-                    by_columns = slot in self.tree.get("columns", {}).get(name, ())
-                    target = _target(self.optimizer, fit, key, arrays[slot_path(name, slot)], by_columns)
+                    target = _target(self.optimizer, fit, key, arrays[slot_path(name, slot)])
                 self.slots.setdefault(name, {})[key] = target
             if fit.ids is None and fit.stored_rows != fit.table.rows:
                 self._check_rest(fit)
@@ -233,9 +232,7 @@ def _with_slots(tree: Tree, slots: Slots) -> Tree:
     return {**tree, "slots": {name: sorted(by_slot) for name, by_slot in slots.items()}}
 
 
-def _target(
-    optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry, by_columns: bool
-) -> torch.Tensor:
+def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -> torch.Tensor:
     parameter, shape = fit.table.parameter, (fit.table.rows, *entry.shape[1:])
     is_whole = fit.ids is None and fit.stored_rows == fit.table.rows
     # Fused kernels walk memory, not shapes.
@@ -245,8 +242,7 @@ def _target(
     dtype = dtype_named(entry.element)
     if own is not None and may_overlap_itself(own):
         own = own.clone(memory_format=torch.contiguous_format)
-    lies_so = own is not None and (follows or not is_whole or lies_by_columns(own) == by_columns)
-    if own is not None and lies_so and tuple(own.shape) == shape and own.dtype == dtype:
+    if own is not None and tuple(own.shape) == shape and own.dtype == dtype:
         return own
     if is_dtensor(parameter) and shape != tuple(parameter.shape):
         raise ModelMismatchError(
@@ -267,5 +263,4 @@ def _target(
         )
     if follows or (not is_whole and shape == tuple(parameter.shape)):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    made = torch.zeros(shape[::-1] if by_columns else shape, dtype=dtype, device=parameter.device)
-    return made.t() if by_columns else made
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)

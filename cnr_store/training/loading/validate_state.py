@@ -48,7 +48,6 @@ class _Optimizer(Struct, rename={"kind": "class"}):
     state: dict[str, dict[Any, Any]]
     slots: dict[str, list[str]]
     other: dict[Any, Any]
-    columns: dict[str, list[str]] = {}
     more: dict[Any, Any] = {}
     shared: list[tuple[str, str, str, str]] = []
 

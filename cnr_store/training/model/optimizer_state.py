@@ -14,7 +14,7 @@ from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.object_state import is_wrapper
 from cnr_store.training.model.optimizer_dtypes import load_uncast
 from cnr_store.training.model.tables import Table
-from cnr_store.training.model.tensors import SLOT_DTYPES, laid_out_as, lies_by_columns
+from cnr_store.training.model.tensors import SLOT_DTYPES, laid_out_as
 from cnr_store.training.model.wrappers import unwrap_optimizer
 
 Group = dict[str, Any]
@@ -132,10 +132,10 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     `tables`: their `row_slots` are not in the result, only the slots' names are.
 
     Returns: ``{"class", "param_groups": [{"params": [name], ...}], "state": {name: {key: value}}, "slots":
-    {table name: [slot]}, "columns": {table name: [slot that lies by columns]}, "other": {key: value}}``, and, where its
-    ``state_dict`` has further members, ``"more": {key: value}``; where one tensor is state of several parameters,
-    ``"shared": [[name, key, name before, key there]]``. One in another form than torch's is ``"whole"``, and
-    ``"state"``, ``"slots"`` and ``"other"`` are empty. Tensors in it are the optimizer's own.
+    {table name: [slot]}, "other": {key: value}}``, and, where its ``state_dict`` has further members,
+    ``"more": {key: value}``; where one tensor is state of several parameters, ``"shared": [[name, key, name before, key
+    there]]``. One in another form than torch's is ``"whole"``, and ``"state"``, ``"slots"`` and ``"other"`` are empty.
+    Tensors in it are the optimizer's own.
     """
     groups = named_groups(optimizer, names)
     slots = {table.parameter_name: row_slots(optimizer, table.parameter) for table in tables}
@@ -160,9 +160,6 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
     more = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     _check_keys(optimizer, more)
     by_table = {table.name: slots[table.parameter_name] for table in tables}
-    columns = {
-        name: [key for key, one in own.items() if lies_by_columns(one)] for name, own in by_table.items()
-    }
     return {
         "class": type(optimizer).__name__,
         "param_groups": [
@@ -170,7 +167,6 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], tables: Seque
         ],
         "state": by_name,
         "slots": {name: sorted(own) for name, own in by_table.items() if own},
-        "columns": {name: keys for name, keys in columns.items() if keys},
         "other": other,
     } | {name: kept for name, kept in (("more", more), ("shared", _shared(by_name))) if kept}
 

@@ -110,11 +110,6 @@ def kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return (torch.empty_like(tensor, device="meta") if is_small else tensor).stride()
 
 
-def lies_by_columns(tensor: torch.Tensor) -> bool:
-    """Whether a matrix lies in memory by columns, as bases from `torch.linalg.qr` do."""
-    return tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1)
-
-
 def numpy_view(tensor: torch.Tensor) -> AnyArray:
     """A view of a tensor on the CPU as a numpy array.
 

@@ -198,9 +198,8 @@ class TrainedModel:
                     f"exclude leaves {listed(map(repr, left_out), 3)} out, but state of optimizer {position} "
                     f"({tree['class']}) that names no parameters may hold theirs: make it without them, or keep them"
                 )
-            for part in ("slots", "columns"):
-                for table, keys in tree.get(part, {}).items():
-                    tree[part][table] = sorted(self.slot_names.name(table, each, key) for key in keys)
+            for table, keys in tree["slots"].items():
+                tree["slots"][table] = sorted(self.slot_names.name(table, each, key) for key in keys)
             trees.append(tree)
         return trees
 

@@ -76,7 +76,6 @@ def test_a_large_array_that_a_state_refers_to_again_and_again(forge: Forge, exac
                 *({"nobody": ["sum"]}, {"lin.weight": ["sum"]}, {"$dict": [[5, ["sum"]]]}, {}),
             ],
         ),
-        ("columns", [*NO_OBJECT[1:], {"emb": 5}, {"emb": [5]}, {"emb": {"sum": 1}}]),
         ("other", [*NO_OBJECT, {"$dict": [[0, {}]]}]),
     ],
 )
