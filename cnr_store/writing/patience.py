@@ -30,8 +30,8 @@ _MISSED = "; the next save has the rows of those skipped or failed, by step: "
 class Outage:
     """Storage that does not answer, or is too busy: from the first such failure to the success that ends it.
 
-    It is over when the last of the operations that failed has succeeded. Once it has cost a save, only a commit ends
-    it: storage that answers, and fails every save all the same, is not back.
+    It is over when an operation that failed has succeeded. Once it has cost a save, only a commit ends it: storage that
+    answers, and fails every save all the same, is not back.
 
     `retry_seconds`, `clock`: as in `Patience`.
     """
@@ -39,7 +39,6 @@ class Outage:
     def __init__(self, retry_seconds: float, clock: Callable[[], float]) -> None:
         self._retry_seconds, self._clock = retry_seconds, clock
         self._lock = threading.Lock()
-        self._failing = 0  # operations that are tried again
         self._forget()
 
     def _forget(self) -> None:
@@ -47,26 +46,19 @@ class Outage:
         self._is_silent = self._is_told = self._has_cost = False
         self._missed: list[int] = []  # steps
 
-    def meet(self, since: float, *, again: bool) -> float:
-        """Note that an operation fails since then, if not `again`. Returns until when it may be tried again."""
+    def meet(self, since: float) -> float:
+        """Note that an operation fails since then. Returns until when it may be tried again."""
         with self._lock:
-            self._failing += not again
             if self._began is None:
                 self._began, self._is_silent = since, True
             self._began = min(self._began, since)
             is_hopeless = self._is_silent and not self._is_young()
         return since if is_hopeless else since + self._retry_seconds
 
-    def answer(self) -> None:
-        """Note that an operation has succeeded."""
+    def answer(self, *, again: bool) -> None:
+        """Note that an operation has succeeded: at once, or when it was tried `again`."""
         self._is_silent = False
-
-    def leave(self, *, succeeded: bool) -> None:
-        """Note that an operation that failed has `succeeded` or is given up."""
-        with self._lock:
-            self._failing -= 1
-            is_over = succeeded and not self._failing and not self._has_cost
-        if is_over:
+        if again and not self._has_cost:
             self.end()
 
     def excuses(self, error: BaseException) -> bool:
@@ -76,7 +68,7 @@ class Outage:
     def miss(self, step: int, error: BaseException | None = None) -> None:
         """Note that a save has failed, or was skipped if there is no error."""
         if isinstance(error, OutageError):  # perhaps on another rank
-            self.meet(self._clock(), again=True)
+            self.meet(self._clock())
             self.tell(error)
         if self._began is not None:
             self._missed.append(step)
@@ -146,32 +138,28 @@ class Patience:
 
     def run(self, operation: Callable[[], Result]) -> Result:
         """Call `operation`, again after each transient failure, until it succeeds or there is no time left."""
-        pause, since, succeeded = _FIRST_PAUSE_SECONDS, None, False
-        try:
-            while True:
-                gives_up = self._is_hurried()
-                try:
-                    result = operation()
-                    succeeded = True
-                    self.outage.answer()
-                    return result
-                except StorageError as error:
-                    if not error.transient:
-                        raise
-                    now = self._clock()
-                    again, since = since is not None, now if since is None else since
-                    deadline = self.outage.meet(since, again=again)
-                    self._gave_up |= now >= deadline  # nor is it worth waiting for what comes after
-                    gives_up |= self._gave_up
-                    if gives_up or again:  # or the first retry may mend it
-                        self.outage.tell(error)
-                    if gives_up:
-                        raise
-                self._wait(min(pause * random.uniform(0.5, 1.5), deadline - now), self._is_hurried)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        finally:
-            if since is not None:
-                self.outage.leave(succeeded=succeeded)
+        pause, since = _FIRST_PAUSE_SECONDS, None
+        while True:
+            gives_up = self._is_hurried()
+            try:
+                result = operation()
+            except StorageError as error:
+                if not error.transient:
+                    raise
+                now = self._clock()
+                again, since = since is not None, now if since is None else since
+                deadline = self.outage.meet(since)
+                self._gave_up |= now >= deadline  # nor is it worth waiting for what comes after
+                gives_up |= self._gave_up
+                if gives_up or again:  # or the first retry may mend it
+                    self.outage.tell(error)
+                if gives_up:
+                    raise
+            else:
+                self.outage.answer(again=since is not None)
+                return result
+            self._wait(min(pause * random.uniform(0.5, 1.5), deadline - now), self._is_hurried)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def pace(self, nbytes: int) -> None:
         """Wait until so many bytes may be put."""
