@@ -46,14 +46,13 @@ class Ancestry:
                 entry = record.arrays[self._path]
                 # Without rows there is nothing to lose, whatever became of the manifest.
                 is_empty = entry.kind == "delta" and entry.rows == 0
-                link = Link(record, self._path, {}) if is_empty else self._open(record)
+                link = (
+                    Link(record, self._path, {}) if is_empty else open_link(self._catalog, record, self._path)
+                )
             except CorruptionError as error:
                 self.note(error)
         with self._lock:
             return self._links.setdefault(place, link)
-
-    def _open(self, record: Record) -> Link:
-        return open_link(self._catalog, record, self._path)
 
     def base(self, place: Place) -> Place | None:
         """Where the rows are that a version does not hold. None if it is whole, or if its base is lost."""

@@ -16,7 +16,6 @@ from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options, parse_version
 from cnr_store.cli.output import fitting_table, new_table, print_json, print_line, print_table, size_text
 from cnr_store.format import layout
-from cnr_store.format.record import Record
 from cnr_store.maintenance.verification.glance import read_records
 from cnr_store.reading.rows import find_array, read_array, rows
 
@@ -54,7 +53,11 @@ def cat(
     path = find_array(record, name)
     shape = record.arrays[path].shape
     if not shape:
-        _print_number(record, name, read_array(catalog, record, path), as_json)
+        number = read_array(catalog, record, path)
+        if as_json:
+            print_json({"version": record.id, "name": name, "rows": [], "values": number.tolist()})
+        else:
+            print_line(f"{name} of step {record.step}: {_value_text(number)}")
         return
     ids = _parse_rows(wanted, shape[0])
     values = rows(url, name, ids, record.id, **parse_options(options))
@@ -64,14 +67,6 @@ def cat(
     print_line(f"{name} of step {record.step}: {' × '.join(f'{length:,}' for length in shape)}")
     for row, value in zip(ids, values, strict=True):
         print_line(f"{row}: {_value_text(value)}")
-
-
-def _print_number(record: Record, name: str, value: Any, as_json: bool) -> None:
-    """Print a tensor without dimensions."""
-    if as_json:
-        print_json({"version": record.id, "name": name, "rows": [], "values": value.tolist()})
-    else:
-        print_line(f"{name} of step {record.step}: {_value_text(value)}")
 
 
 def _parse_rows(text: str, count: int) -> list[int]:

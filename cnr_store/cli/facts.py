@@ -31,11 +31,6 @@ _ATTRIBUTES = {
 """Attributes of a record, by the names that are printed."""
 
 
-def record_names() -> dict[str, Any]:
-    """The names of `record_facts`, of a record that can't be read."""
-    return dict.fromkeys([*_ATTRIBUTES, "chain"])
-
-
 def record_facts(record: Record) -> dict[str, Any]:
     """What a record says of its version as a whole. `chain`: versions that reading it touches, without folds."""
     facts = {name: getattr(record, attribute) for name, attribute in _ATTRIBUTES.items()}
@@ -133,7 +128,8 @@ def read_store(catalog: Catalog) -> StoreFacts:
             tags.setdefault(version, []).append(name)
     except CorruptionError as error:
         errors.append(error)
-    facts = {version: record_names() | {"id": version} for version in damaged}
+    unknown = dict.fromkeys([*_ATTRIBUTES, "chain"])
+    facts: dict[str, dict[str, Any]] = {version: unknown | {"id": version} for version in damaged}
     facts |= {record.id: record_facts(record) for record in records}
     versions: list[Facts] = [
         facts[version]

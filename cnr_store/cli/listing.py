@@ -49,7 +49,8 @@ def ls(
     if as_json:
         print_json(shown)
     elif shown:
-        _print(shown, listed, long)
+        print_table(versions_table(shown, Console(), long=long))
+        print_line(totals_text(listed, len(shown)))
     else:
         say(f"{url} holds no committed version")
     for error in damaged:
@@ -86,12 +87,6 @@ def _figure(facts: Facts, name: str) -> float | None:
     metadata = facts["metadata"] if isinstance(facts["metadata"], dict) else {}
     value = facts[name] if name in facts else metadata.get(name)
     return as_figure(value)
-
-
-def _print(shown: Sequence[Facts], listed: Sequence[Facts], long: bool) -> None:
-    """The table, of columns that some version fills, and a line of totals."""
-    print_table(versions_table(shown, Console(), long=long))
-    print_line(totals_text(listed, len(shown)))
 
 
 def versions_table(shown: Sequence[Facts], console: Console, *, long: bool = False) -> Table:

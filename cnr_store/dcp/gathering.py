@@ -27,18 +27,13 @@ def gather_split(placed: Sequence[PlacedTensor], local: LocalItems, team: Team) 
     for tensor in apart:
         for box in tensor.boxes:
             if box.rank == team.rank:
-                part = _part(local, tensor.name, box.offsets)
+                held = local.tensors[tensor.name][1]
+                part = next(part for begin, part in held if [*begin] == [*box.offsets] and part.numel())
                 messages.setdefault(tensor.owner, []).append(dense_numpy(part)[0].reshape(-1))
             if tensor.owner == team.rank:
                 expected.add(box.rank)
     received = team.exchange(messages, expected)
     return _assembled([tensor for tensor in apart if tensor.owner == team.rank], received)
-
-
-def _part(local: LocalItems, name: str, offsets: Sequence[int]) -> torch.Tensor:
-    return next(
-        part for begin, part in local.tensors[name][1] if tuple(begin) == tuple(offsets) and part.numel()
-    )
 
 
 def _assembled(owned: Sequence[PlacedTensor], received: Mapping[int, memoryview]) -> dict[str, torch.Tensor]:
@@ -56,9 +51,5 @@ def _assembled(owned: Sequence[PlacedTensor], received: Mapping[int, memoryview]
                 raise SaveError(f"rank {box.rank} sent too few bytes of {tensor.name}")
             flat[:] = received[box.rank][begin:end]
             used[box.rank] = end
-            out[tuple(map(_slice, box.offsets, box.sizes))] = part
+            out[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = part
     return whole
-
-
-def _slice(offset: int, length: int) -> slice:
-    return slice(offset, offset + length)

@@ -247,7 +247,8 @@ def index_page(document: bytes) -> bytes:
     nodes = root["consolidated_metadata"]["metadata"]
     arrays = {path: node for path, node in nodes.items() if node["node_type"] == "array"}
     title = f"Version {escape(version['id'])}, step {version['step']:,}"
-    rows = "".join(_row(path, arrays[path]) for path in sorted(arrays, key=_order)[:MAX_ARRAYS])
+    shown = sorted(arrays, key=lambda path: (not path.startswith("tables/"), path))[:MAX_ARRAYS]
+    rows = "".join(_row(path, arrays[path]) for path in shown)
     more = len(arrays) - MAX_ARRAYS
     rest = f"<p>{more:,} more arrays are in {NODE}.</p>" if more > 0 else ""
     page = (
@@ -259,10 +260,6 @@ def index_page(document: bytes) -> bytes:
         f"<tbody>{rows}</tbody></table></div>{rest}</body></html>\n"
     )
     return page.encode("utf-8", "xmlcharrefreplace")
-
-
-def _order(path: str) -> tuple[bool, str]:
-    return not path.startswith("tables/"), path
 
 
 def _row(path: str, node: Mapping[str, Any]) -> str:

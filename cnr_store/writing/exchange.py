@@ -302,14 +302,12 @@ def _assemble(
         encoded.setdefault(slot, []).append(payload)
     chunks: list[BytesLike | None] = [None] * grid.chunks_per_shard
     for slot, payloads in encoded.items():
-        chunks[slot] = payloads[0] if len(payloads) == 1 else _merged(rows, grid, payloads, seals[slot])
+        chunks[slot] = payloads[0]
+        if len(payloads) > 1:  # rows that were encoded apart
+            segments = merge_segments(segment for payload in payloads for segment in parse(payload).segments)
+            element = element_named(rows.element)
+            chunks[slot] = build_payload(grid.chunk_rows, grid.columns, element, segments, seals[slot])
     return chunks
-
-
-def _merged(rows: RowsWrite, grid: Grid, payloads: Sequence[BytesLike], seal: int) -> bytes:
-    """One chunk of rows that were encoded apart."""
-    segments = merge_segments(segment for payload in payloads for segment in parse(payload).segments)
-    return build_payload(grid.chunk_rows, grid.columns, element_named(rows.element), segments, seal)
 
 
 def _joined(rows: RowsWrite, parts: Sequence[RawRows]) -> tuple[Array, Array]:

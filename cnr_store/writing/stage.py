@@ -78,7 +78,8 @@ def stage(
     dense, rows = joined(plan.dense, peers), find_steps(plan.rows, transfer, peers)
     plan = replace(plan, dense=dense, rows=rows)
     staged, home = Staged(rows), _Home(version, moved_nodes(plan.place()))
-    shared = None if peers is None else _exchange(peers, plan)
+    held = [(each, each.grid) for each in plan.rows if each.held is not None and each.rows_written]
+    shared = None if peers is None else Exchange(peers, held)
 
     # Training stands still for live rows, so nothing may keep their encoders waiting.
     is_alone = transfer.workers == 1 and not any(each.is_live for each in rows)
@@ -107,11 +108,6 @@ def _telling(objects: Iterable[Object], peers: Peers | None) -> Iterator[Object]
         if peers is not None:
             peers.beat()
         yield each
-
-
-def _exchange(peers: Peers, plan: Plan) -> Exchange:
-    writes = [rows for rows in plan.rows if rows.held is not None and rows.rows_written]
-    return Exchange(peers, [(rows, rows.grid) for rows in writes])
 
 
 @dataclass(frozen=True)

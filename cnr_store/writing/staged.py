@@ -70,7 +70,8 @@ class Staged:
         self.state_sha256.update(vote["state"])
         self.ranks.update({rank: (nbytes, seconds) for rank, nbytes, seconds in vote["ranks"]})
         for path, shape, dtype, torch_dtype, stored in vote["own"]:
-            self.note_dense(DenseWrite(path, _shaped(shape, dtype), torch_dtype))
+            shaped = np.broadcast_to(np.zeros((), dtype), tuple(shape))  # which takes no memory
+            self.note_dense(DenseWrite(path, shaped, torch_dtype))
             self.arrays[path] = replace(self.arrays[path], stored=stored)
 
     def note_dense(self, dense: DenseWrite) -> Doc:
@@ -173,8 +174,3 @@ def _packed(parts: list[tuple[int, int, int]]) -> str:
 def _unpacked(text: str) -> list[list[int]]:
     found: list[list[int]] = np.frombuffer(base64.b64decode(text), _NUMBER).reshape(-1, 3).tolist()
     return found
-
-
-def _shaped(shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
-    """An array of that shape and type without memory of its own."""
-    return np.broadcast_to(np.zeros((), dtype), tuple(shape))

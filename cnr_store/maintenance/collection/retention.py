@@ -186,7 +186,8 @@ class Retention:
             if dry_run:
                 return self._dry_run_report(snapshot, deletion)
             removed: list[str] = []
-            self._delete_fold_leftovers(snapshot, deletion)
+            for found in self._fold_leftovers(snapshot.versions.keys()).removable.values():
+                deletion.delete_keys(found)
             while True:
                 freed_bytes = deletion.freed_bytes
                 # Leftovers go first: tombstones may need the room.
@@ -255,10 +256,6 @@ class Retention:
     def _fold_leftovers(self, versions: Collection[str]) -> FoldLeftovers:
         """What folds of these versions left; nothing where a job's own retention asks, since that lists much."""
         return FoldLeftovers({}, {}) if self._own else find_fold_leftovers(self._backend, versions)
-
-    def _delete_fold_leftovers(self, snapshot: StoreSnapshot, deletion: Deletion) -> None:
-        for found in self._fold_leftovers(snapshot.versions.keys()).removable.values():
-            deletion.delete_keys(found)
 
     def _left(self, snapshot: StoreSnapshot, deletion: Deletion, versions: Collection[str]) -> Left:
         """What stays, of attempts at versions, and of folds of the `versions` that are kept."""

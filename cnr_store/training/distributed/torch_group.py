@@ -124,7 +124,7 @@ class Messages:
             while not waiting.done.wait(POLL_SECONDS):
                 if still_alive is not None:
                     still_alive()
-                elif waiting.idle_seconds() > self._timeout:
+                elif time.monotonic() - waiting.moved > self._timeout:
                     raise RanksError(
                         f"exchange: rank {waiting.rank} neither sent nor received anything for {self._timeout:g} s: "
                         "restart the job if the rank ended or hangs"
@@ -150,22 +150,18 @@ class _Waiting:
         self.error: RuntimeError | None = None
         self.rank = transfers[0].rank if transfers else 0
         self._transfers = transfers
-        self._moved = time.monotonic()
+        self.moved = time.monotonic()  # when a transfer was complete
         if transfers:
             threading.Thread(target=self._run, name="cnr-exchange", daemon=True).start()
         else:
             self.done.set()
-
-    def idle_seconds(self) -> float:
-        """The time since a transfer was complete."""
-        return time.monotonic() - self._moved
 
     def _run(self) -> None:
         try:
             for transfer in self._transfers:
                 self.rank = transfer.rank
                 transfer.work.wait(FOREVER)
-                self._moved = time.monotonic()
+                self.moved = time.monotonic()
         except RuntimeError as error:
             self.error = error
         finally:

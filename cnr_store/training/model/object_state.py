@@ -125,11 +125,6 @@ def _wrapper(value: Any, where: str) -> Any:
     return OfClass(class_name(kind), [parts, context, list(value.shape), list(value.stride())])
 
 
-def is_named_tuple(kind: type) -> bool:
-    """Whether a class was made by `collections.namedtuple`."""
-    return issubclass(kind, tuple) and hasattr(kind, "_make")
-
-
 def _settings(value: Any, depth: int = 0) -> Any:
     """Settings of an optimizer, in which enums and named tuples are values of their class."""
     kind, deeper = type(value), partial(_settings, depth=depth + 1)
@@ -139,7 +134,7 @@ def _settings(value: Any, depth: int = 0) -> Any:
         )
     if isinstance(value, Enum):
         return OfClass(class_name(kind), deeper(value.value))
-    if is_named_tuple(kind):
+    if issubclass(kind, tuple) and hasattr(kind, "_make"):  # made by `collections.namedtuple`
         return OfClass(class_name(kind), list(map(deeper, value)))
     if kind is dict:
         return {key: deeper(one) for key, one in value.items()}

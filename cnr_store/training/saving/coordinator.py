@@ -39,6 +39,7 @@ from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.snapshot import Snapshot, add_fused, take_snapshot
+from cnr_store.writing.lineage import Lineage
 
 log = logging.getLogger("cnr_store")
 _REBASED = "%s: %s was removed since this job loaded; the save builds on the fold of version %s"
@@ -243,7 +244,7 @@ class Coordinator:
         if agreed["apart"]:
             # The outcome of a save was lost on the way to some ranks, or a load was cut short on one. All go on from
             # what the first rank knows.
-            planner.begin_after(agreed["previous"], agreed["restores"])
+            planner.continue_from(Lineage(agreed["previous"], restores=agreed["restores"]), {})
         elif agreed.get("lost"):
             planner.drop_bases(agreed["lost"])
         else:

@@ -103,10 +103,6 @@ class Planner:
         self._code_cache.clear()
         self._past = lineage, since_whole
 
-    def begin_after(self, version: str | None, restores: int) -> None:
-        """Make the next version whole, after one of which this process may not know."""
-        self.continue_from(Lineage(version, restores=restores), {})
-
     def foresee_commit(self, record: Record, dirty: Bitmaps) -> None:
         """Work out what `apply_commit` will continue from, on the thread that writes."""
         past = self._past

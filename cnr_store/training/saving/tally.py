@@ -55,7 +55,8 @@ class Tally:
         Ranks with replicas of a row have looked up different ids; with parts of its columns, the row is written from
         all of them.
         """
-        shared = [table for table in self._tables if self._is_shared(table)]
+        placed = ((table, self.placements.get(table.path)) for table in self._tables)
+        shared = [table for table, placement in placed if placement is not None and placement.needs_or]
         if not shared:
             return
         sizes = [-(-table.rows // 8) for table in shared]
@@ -65,7 +66,7 @@ class Tally:
             _place(flags[table.name], table, joined[first:])
         joined = self._group.either(joined)
         for table, first, size in zip(shared, edges, sizes, strict=False):
-            flags[table.name] = _cut(joined[first : first + size], table)
+            flags[table.name] = slice_rows(joined[first : first + size], table.first_row, table.local_rows)
 
     def held(self, array: RowArray, counts: Counts | None) -> Held | None:
         """What this rank has of an array; None where it has all of it. `counts`: the rows written, on all ranks."""
@@ -88,16 +89,9 @@ class Tally:
             for table, first, size in zip(self._tables, edges, sizes, strict=False)
         }
 
-    def _placement(self, table: Table) -> Placement | None:
-        return self.placements.get(table.path)
-
-    def _is_shared(self, table: Table) -> bool:
-        placement = self._placement(table)
-        return placement is not None and placement.needs_or
-
     def _count(self, flags: Bitmap, table: Table, into: Counts) -> None:
         """Add up the rows flagged of those that this rank counts: no other rank that has them does."""
-        placement = self._placement(table)
+        placement = self.placements.get(table.path)
         if placement is None:
             add_counts(flags, table.first_row, BLOCK_ROWS, into)
             return
@@ -118,11 +112,6 @@ def _place(flags: Bitmap, table: Table, into: Bitmap) -> None:
     carried = (flags >> (8 - shift)).astype(np.uint8)
     end = min(flags.size, -(-table.rows // 8) - first - 1)  # what would be carried past the last row is zero
     into[first + 1 : first + 1 + end] |= carried[:end]
-
-
-def _cut(flags: Bitmap, table: Table) -> Bitmap:
-    """The rows held, of a bitmap of the whole table."""
-    return slice_rows(flags, table.first_row, table.local_rows)
 
 
 def slice_rows(flags: Bitmap, first_row: int, rows: int) -> Bitmap:

@@ -97,7 +97,8 @@ class SteppedTables:
         """
         if self._looked_at.get(optimizer) is stepped:
             return
-        if any(tracker.table.parameter.is_cuda for _, tracker in stepped) and _is_capturing():
+        on_cuda = any(tracker.table.parameter.is_cuda for _, tracker in stepped)
+        if on_cuda and torch.cuda.is_current_stream_capturing():
             return  # a captured graph can't wait for the device, and moves nothing yet
         sound = self._sound.setdefault(optimizer, set())
         for _, tracker in stepped:
@@ -217,10 +218,6 @@ class SteppedTables:
         self._trackers.pop(id(tracker.table.parameter), None)
         self._trackers[id(parameter)] = tracker
         self.forget()
-
-
-def _is_capturing() -> bool:
-    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def _addresses(parameters: Iterable[torch.Tensor]) -> list[_Address]:
