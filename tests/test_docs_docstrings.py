@@ -142,7 +142,7 @@ def test_only_public_names_have_sections() -> None:
     found = [
         f"{name}.{node.name}"
         for name, path in modules().items()
-        if not name.startswith(("cnr_store.cli.", "cnr_store.integrations."))
+        if not name.startswith(("cnr_store.cli.report.", "cnr_store.integrations."))
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
         if (name, node.name) not in public and node.name not in shown

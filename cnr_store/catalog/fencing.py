@@ -118,7 +118,7 @@ def first_claim(backend: Backend, seen: Seen, base: str | None, token: str, *, o
                 )
             return Claim(claim)
         tried = number  # taken meanwhile, perhaps by this process
-    raise SupersededError(_stale(backend, f"claim {layout.claim_name(number + 1)} was made"))
+    raise _stale(backend, f"claim {layout.claim_name(number + 1)} was made")
 
 
 def renewed_claim(backend: Backend, own: ClaimId, base: str | None, token: str, store: str) -> Claim:
@@ -183,7 +183,7 @@ def check_may_commit(backend: Backend, own: Claim, needs: Sequence[str]) -> None
         lost.append(layout.writer_key(name))
     else:
         if holder != own.id:
-            raise SupersededError(_fenced(backend, own.id, str(holder)))
+            raise _fenced(backend, own.id, str(holder))
     if lost:
         raise BaseLostError(
             f"{backend.url}: {', '.join(lost)} was removed while training ran; the next save writes everything whole"
@@ -220,15 +220,15 @@ def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
         try:
             claim = read_claim(backend, name)
         except CorruptionError:
-            raise SupersededError(_stale(backend, f"claim {name} was made")) from None
+            raise _stale(backend, f"claim {name} was made") from None
         if claim.id.token == token:
             continue
         if not is_own(claim.id) and (claim.ends is None or claim.ends > number):
-            raise SupersededError(_stale(backend, f"writer {claim} claimed the store"))
+            raise _stale(backend, f"writer {claim} claimed the store")
         number = claim.id.generation
     for newer in ids:
         if newer > seen.version and not is_own_version(newer) and catalog.may_be_committed(newer):
-            raise SupersededError(_stale(backend, f"version {newer} was committed"))
+            raise _stale(backend, f"version {newer} was committed")
     return number
 
 
@@ -250,14 +250,14 @@ def _place(backend: Backend) -> str:
 def _refuse_another_store(backend: Backend, seen: str) -> None:
     """Refuse a store that another process made where the one that was seen has been removed."""
     if seen and store_id(backend) not in ("", seen):
-        raise SupersededError(_stale(backend, "the store was removed, and another one made in its place,"))
+        raise _stale(backend, "the store was removed, and another one made in its place,")
 
 
 def _refuse_others_alone(backend: Backend, names: Iterable[str], own: ClaimId) -> None:
     """Refuse a store that has claims, but not one's own: it was removed, and made anew by another process."""
     numbers = {layout.claim_number(name) for name in names}
     if numbers and own.generation not in numbers:
-        raise SupersededError(_stale(backend, "the store was removed, and another one made in its place,"))
+        raise _stale(backend, "the store was removed, and another one made in its place,")
 
 
 def _refuse_older_copy(backend: Backend, names: Sequence[str], ids: Iterable[str], seen: Seen) -> None:
@@ -269,9 +269,7 @@ def _refuse_older_copy(backend: Backend, names: Sequence[str], ids: Iterable[str
     if not names or known is None or _refuse_another_holder(backend, names, known):
         return
     if not any(each.startswith(f"{known}.") for each in ids):
-        raise SupersededError(
-            _stale(backend, f"claim {known} went, as if the store was put back from a copy,")
-        )
+        raise _stale(backend, f"claim {known} went, as if the store was put back from a copy,")
 
 
 def _refuse_another_holder(backend: Backend, names: Iterable[str], known: ClaimId) -> bool:
@@ -282,12 +280,8 @@ def _refuse_another_holder(backend: Backend, names: Iterable[str], known: ClaimI
         with suppress(CorruptionError):  # it may be the known one
             holders.append(read_claim(backend, name))
     if holders and not any(holder.id == known or is_own(holder.id) for holder in holders):
-        raise SupersededError(
-            _stale(
-                backend,
-                f"the store was put back from a copy or made anew, and writer {holders[-1]} claimed it,",
-            )
-        )
+        was = "the store was put back from a copy or made anew"
+        raise _stale(backend, f"{was}, and writer {holders[-1]} claimed it,")
     return bool(held)
 
 
@@ -296,18 +290,18 @@ def _refuse_newer(backend: Backend, names: Iterable[str], own: ClaimId) -> None:
     if newest > layout.claim_name(own.generation):
         with suppress(CorruptionError):
             newest = str(read_claim(backend, newest))
-        raise SupersededError(_fenced(backend, own, newest))
+        raise _fenced(backend, own, newest)
 
 
-def _fenced(backend: Backend, own: ClaimId, newest: str) -> str:
-    return (
+def _fenced(backend: Backend, own: ClaimId, newest: str) -> SupersededError:
+    return SupersededError(
         f"{backend.url}: writer {own}, this job, was superseded by {newest}, another checkpointer, so it can't save "
         "any more; stop this job, or stop the other one, call load() here and go on from the version that it loads"
     )
 
 
-def _stale(backend: Backend, what: str) -> str:
-    return (
+def _stale(backend: Backend, what: str) -> SupersededError:
+    return SupersededError(
         f"{backend.url}: {what} after this job loaded from the store or began, so this job is stale: nothing was "
         "written. Stop this job; call load() only if it is to take over, and go on from the version that it loads"
     )

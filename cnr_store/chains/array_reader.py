@@ -69,8 +69,7 @@ class ArrayReader:
         """Fill `out`, (n, columns) in `dtype`, with rows first_row ... first_row + n - 1.
 
         Returns: (n,) bool: the rows that some delta of the chain wrote, which may differ from those of the whole link
-        beneath.
-        all rows, if the chain was folded since this reader was made.
+        beneath; all rows, if the chain was folded since this reader was made.
         """
         return self._reading(lambda links: self._read(links, first_row, out))
 

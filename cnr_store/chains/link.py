@@ -59,9 +59,8 @@ class Link:
         """As `fill`, but passes over what is damaged or lost.
 
         Returns: (n,) bool: the rows needed that may be written here and can't be read; they stay needed. Just those
-        that are
-        written here where their payloads still prove which these are, else all rows of a chunk. What is pending of
-        them is undefined.
+        that are written here where their payloads still prove which these are, else all rows of a chunk. What is
+        pending of them is undefined.
         """
         return np.zeros(len(need), bool)
 

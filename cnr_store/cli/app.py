@@ -89,9 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # whoever reads has had enough
         _drop_output()
         sys.exit(1)
-    except (
-        OSError
-    ) as error:  # storage raises BackendError, so this is standard output, or a file that was named
+    except OSError as error:  # storage raises BackendError: this is standard output, or a file that was named
         _drop_output()
         _fail(str(error) if error.filename else f"the output could not be written: {error}")
 

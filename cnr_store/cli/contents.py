@@ -72,10 +72,7 @@ def cat(
 def _parse_rows(text: str, count: int) -> list[int]:
     """Row numbers from text such as 7,9,20:22; spans end with the array.
 
-    Raises
-    ------
-    typer.BadParameter
-        It is something else, or too many rows.
+    `typer.BadParameter` if it is something else, or too many rows.
     """
     ids: list[int] = []
     for part in text.split(","):

@@ -94,22 +94,12 @@ def open_store(url: str, options: Mapping[str, Any]) -> Catalog:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """What names and records tell of a store.
+    """What names and records tell of a store."""
 
-    Attributes
-    ----------
-    versions
-        The facts of each version, oldest first, also of those whose records can't be read.
-    records, folds
-        The records that can be read, oldest first; those of folds by version.
-    errors
-        What is wrong with the others, and with tags.
-    """
-
-    versions: list[Facts]
-    records: list[Record]
-    folds: Mapping[str, Record]
-    errors: list[Exception]
+    versions: list[Facts]  # of each version, oldest first, also of those whose records can't be read
+    records: list[Record]  # those that can be read, oldest first
+    folds: Mapping[str, Record]  # those of folds, by version
+    errors: list[Exception]  # what is wrong with the others, and with tags
 
 
 def read_store(catalog: Catalog) -> StoreFacts:

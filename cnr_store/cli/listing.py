@@ -62,10 +62,7 @@ def ls(
 def _sorted(listed: Sequence[Facts], name: str) -> list[Facts]:
     """Ordered by a column or by a figure of the metadata; versions that lack it come first.
 
-    Raises
-    ------
-    typer.BadParameter
-        No version has it.
+    `typer.BadParameter` if no version has it.
     """
     column = {"size": "bytes", "age": "time", "stall": "stalled_seconds"}.get(name, name)
     values = [_figure(facts, column) for facts in listed]

@@ -120,13 +120,7 @@ def parse_bits(text: str) -> int | str:
 
 
 def require(what: str, extra: str, *modules: str) -> None:
-    """Check that the libraries of a command are installed.
-
-    Raises
-    ------
-    OptionError
-        Some are not; the message names them and the extra that installs them.
-    """
+    """Check that the libraries of a command are installed; the error names the extra that installs them."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise OptionError(f"{what} needs {' and '.join(missing)}: pip install 'cnr-store[{extra}]'")

@@ -21,10 +21,7 @@ class SavedMoment:
 
     Values of dense tensors are compared by checksums. Of tables, only changes that torch counts are seen.
 
-    Parameters
-    ----------
-    module, beside
-        The module, and the state: what `encode_state` takes.
+    `module`, `beside`: the module, and the state: what `encode_state` takes.
     """
 
     def __init__(self, module: nn.Module, beside: Any) -> None:

@@ -136,9 +136,8 @@ def _bits(values: Array) -> Array:
 
 
 def _max_abs(one: Array, other: Array) -> float:
-    if (
-        one.dtype.kind in "biu"
-    ):  # exact where float64 is not: negative values wrap around, and so does their difference
+    # Exact where float64 is not: negative values wrap around, and so does their difference.
+    if one.dtype.kind in "biu":
         largest, least = np.maximum(one, other).astype(np.uint64), np.minimum(one, other).astype(np.uint64)
         return float(np.max(largest - least, initial=0))
     kind = np.complex128 if one.dtype.kind == "c" else np.float64

@@ -213,9 +213,8 @@ def _arbitrate(backend: Backend, direct: Backend, version: str, team: Team) -> R
     Whoever creates the object of its record decides: the first rank commits, any other makes the version void.
     """
     attempt = VersionId.parse(version)
-    team.round.fail(
-        "outcome", "it hears nothing from rank 0"
-    )  # what failed before, such as rank 0, goes first
+    # What failed before, such as rank 0, goes first.
+    team.round.fail("outcome", "it hears nothing from rank 0")
     cause = team.round.failure[1]
     if attempt is None or not backend.atomic_create:
         raise SaveError(

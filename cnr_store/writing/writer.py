@@ -51,23 +51,13 @@ class Writer:
     write claims the store anew, from the version that was loaded. So does an attempt of unknown outcome: if it was
     committed after all, retention would keep it, instead of what this writer depends on, for the old claim.
 
-    Parameters
-    ----------
-    backend
-        Where the store is.
-    workers
-        Threads that encode.
-    patience
-        With what the network failed; by default nothing is tried again.
-    room_advice
-        Says what the caller of a save can do about a full store.
+    `backend`: where the store is.
+    `workers`: threads that encode.
+    `patience`: with what the network failed; by default nothing is tried again.
+    `room_advice`: says what the caller of a save can do about a full store.
 
-    Attributes
-    ----------
-    encoding_seconds, putting_seconds
-        Of all writes so far, those of all threads added up.
-    of_run
-        False for versions that stand alone, such as imports: no run begins anew with them.
+    `encoding_seconds`, `putting_seconds`: of all writes so far, those of all threads added up.
+    `of_run`: False for versions that stand alone, such as imports: no run begins anew with them.
     """
 
     def __init__(
@@ -162,9 +152,7 @@ class Writer:
     def hold(self, lineage: Lineage) -> tuple[list[str], Record | None]:
         """Claim the store, so that nothing of `lineage` is removed any more. Training waits, so nothing is tried again.
 
-        Returns
-        -------
-        The versions that were removed before, and a fold that makes them needless, if there is one.
+        Returns: The versions that were removed before, and a fold that makes them needless, if there is one.
         """
         self._patience.begin(training_waits=True)
         self._claimed()
@@ -174,24 +162,13 @@ class Writer:
     def write(
         self, plan: Plan, rows_done: Callable[[], None] = lambda: None, team: Team | None = None
     ) -> Record:
-        """Write a version and commit it.
+        """Write a version and commit it. If that raises, the version does not exist and never will.
 
-        Parameters
-        ----------
-        rows_done
-            Called, perhaps twice, when no row is read from the model any more. What it raises fails the save.
-        team
-            The ranks that write it together, each calling this with its part of the plan. Their first rank claims and
-            commits. None where this process has all of it.
+        `BaseLostError` if a version that this one depends on was removed.
 
-        Raises
-        ------
-        SaveError
-            With the cause. The version does not exist and never will.
-        SupersededError
-            A newer writer has claimed the store.
-        BaseLostError
-            A version that this one depends on was removed.
+        `rows_done`: called, perhaps twice, when no row is read from the model any more. What it raises fails the save.
+        `team`: the ranks that write it together, each calling this with its part of the plan. Their first rank claims
+        and commits. None where this process has all of it.
         """
         team = team or Team.alone()
         self._patience.on_pause = team.round.pause  # a rank that asks the storage again does not stand still

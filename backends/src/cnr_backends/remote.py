@@ -183,11 +183,8 @@ class FsspecBackend(Backend):
         for name, info in found.items():
             key = self._bare(name).removeprefix(root)
             if key.startswith(below) and info["type"] == "file":
-                size = info["size"]
-                yield (
-                    key,
-                    self._size(key) if size is None else int(size),
-                )  # pages of HTTP servers have no sizes
+                size = info["size"]  # None on pages of HTTP servers
+                yield key, self._size(key) if size is None else int(size)
 
     def _delete(self, key: str) -> None:
         try:

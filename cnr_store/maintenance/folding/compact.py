@@ -208,9 +208,8 @@ class _FoldAttempt:
                 full = isinstance(error, StorageFullError)
                 self._may_be_committed = not full or has_object(self._backend, fold.key())
                 raise
-            if (
-                owner != fold.nonce
-            ):  # another attempt's record has the key, so this one's can't be created any more
+            # Where another attempt's record has the key, this one's can't be created any more.
+            if owner != fold.nonce:
                 self._may_be_committed = False
                 self.delete()
                 return None

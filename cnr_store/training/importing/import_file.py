@@ -231,7 +231,11 @@ def _open(path: Path, key: str | None) -> ModelFile:
 
 def _choose_tables(tensors: Mapping[str, FileTensor], patterns: Sequence[str] | None) -> list[str]:
     candidates = [
-        name for name, tensor in tensors.items() if tensor.may_be_table and name.split(".")[-1] == "weight"
+        name
+        for name, tensor in tensors.items()
+        if name.split(".")[-1] == "weight"
+        and tensor.element in ("float32", "float16", "bfloat16")
+        and (tensor.values.ndim == 2 and tensor.values.size)
     ]
     if patterns is None:
         chosen = [name for name in candidates if len(tensors[name].values) >= TABLE_ROWS]

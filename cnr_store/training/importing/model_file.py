@@ -17,8 +17,6 @@ from cnr_store.format.state_arrays import NUMBER_TYPES, Array, Leaf
 NUMPY_ELEMENTS = frozenset(dtype.name for dtype in NUMBER_TYPES.values())
 """Element types that numpy and Zarr have, too."""
 
-_TABLE_ELEMENTS = frozenset({"float32", "float16", "bfloat16"})
-
 
 @dataclass(frozen=True)
 class FileTensor:
@@ -26,10 +24,6 @@ class FileTensor:
 
     element: str  # Torch's name of its element type
     values: Array  # mapped, not read. Where numpy lacks the type, unsigned integers with the same bits.
-
-    @property
-    def may_be_table(self) -> bool:
-        return self.values.ndim == 2 and self.values.size > 0 and self.element in _TABLE_ELEMENTS
 
 
 @dataclass(frozen=True)

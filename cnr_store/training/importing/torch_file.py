@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from cnr_store.errors import FormatError, OptionError, option
+from cnr_store.errors import FormatError, OptionError, UnsupportedModelError, option
 from cnr_store.training.importing.model_file import FileTensor, ModelFile, clean_names
 from cnr_store.training.model.object_state import tensor_leaf
-from cnr_store.training.model.tensors import dtype_name, numpy_view
+from cnr_store.training.model.tensors import check_has_values, dtype_name, numpy_view
 
 _EXTRA_STATE = "_extra_state"
 _STEPS = ("step", "global_step", "iteration")
@@ -111,12 +111,10 @@ def _check(key: str, value: object, path: Path) -> None:
         raise FormatError(
             f"{path}: {key!r} is of type {type(value).__name__}, not a tensor; save `model.state_dict()`"
         )
-    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
-        kind = "nested tensor" if value.is_nested else f"tensor of layout {value.layout}"
-        raise FormatError(
-            f"{path}: {key!r} is a {kind}, type {value.dtype} on {value.device}; convert it "
-            "to a dense tensor before it is saved"
-        )
+    try:
+        check_has_values(value)
+    except UnsupportedModelError as error:
+        raise FormatError(f"{path}: {key!r} is {error} before it is saved") from error
 
 
 def _shown(content: object) -> str:

@@ -203,8 +203,7 @@ class Restore:
         """Read everything into place. `tracker` sees what code of the caller changes of the rows that were read.
 
         Returns: What was restored, and for each table that is now what the version holds, packed, the rows that changed
-        since
-        its whole version.
+        since its whole version.
         """
         changed, salvaged = self._read_rows(transfer)
         tracker.clear([(fit.optimizer, fit.expected_slots()) for fit in self._fits])
@@ -217,7 +216,10 @@ class Restore:
         self._fused.assign_settings(self._trained)
         self._trained.purge_caches()
         if self._match.selection.everything:
-            self._load_objects()
+            for name, value in self._objects.items():
+                if name in self._state.objects:
+                    with accepted(self._match.where, f"load_state_dict of {name!r}"):
+                        value.load_state_dict(self._state.objects[name])
             if rng:
                 self._load_rng()
         info, match = self._info, self._match
@@ -307,12 +309,6 @@ class Restore:
         with accepted(self._match.where, f"{type(optimizer).__name__}.load_state_dict"):
             load_optimizer(optimizer, self._names, tables, tree, slots, {*converted, *cast})
         optimizer.state.update(kept)  # what was not chosen has gone through foreign code, too, and stays
-
-    def _load_objects(self) -> None:
-        for name, value in self._objects.items():
-            if name in self._state.objects:
-                with accepted(self._match.where, f"load_state_dict of {name!r}"):
-                    value.load_state_dict(self._state.objects[name])
 
     def _load_rng(self) -> None:
         """Give the random number generators the state that this rank saved, or one that no other rank has."""

@@ -114,10 +114,8 @@ def _check_keys(optimizer: Optimizer, unnamed: Mapping[str, Any]) -> None:
 
 def parts_of(state: object) -> Iterator[object]:
     """A state, and all values in it, each container once: one may contain itself."""
-    left, seen = (
-        [state],
-        dict[int, object](),
-    )  # which are kept, so that no other one gets the id of one of them
+    # Those seen are kept, so that no other one gets the id of one of them.
+    left, seen = [state], dict[int, object]()
     while left:
         yield (part := left.pop())
         if isinstance(part, Mapping | list | tuple) and id(part) not in seen:

@@ -177,8 +177,7 @@ def find_tables(
     `excluded`: what is passed over.
 
     Returns: They are in the order of ``model.state_dict()``. Weights that are computed (parametrized, pruned) are no
-    tables;
-    their sources are dense tensors.
+    tables; their sources are dense tensors.
     """
     state = model.state_dict(keep_vars=True)
     names = state_names(model, state)

@@ -100,9 +100,8 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
 
 def kept_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The strides that a tensor comes back with: None for C order, a copy's for a small part of a memory."""
-    if (
-        tensor.is_contiguous()
-    ):  # which the stride of a dimension of one index does not matter to, but products
+    # Contiguous or not, it does not matter how a dimension of one index lies; but to products it does.
+    if tensor.is_contiguous():
         plain = 1 not in tensor.shape or tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
         if plain or tensor.numel() == 0:
             return None
@@ -263,8 +262,7 @@ def dense_numpy(tensor: torch.Tensor) -> tuple[AnyArray, str | None]:
     """A copy of a strided tensor of any element type as a C-contiguous numpy array of the same shape.
 
     Returns: The array, and None. Where numpy lacks the element type, the array has unsigned integers, and beside it is
-    torch's
-    name of the type (``"bfloat16"``).
+    torch's name of the type (``"bfloat16"``).
     """
     check_has_values(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()

@@ -176,9 +176,8 @@ class TrainedModel:
 
     def row_arrays(self) -> list[RowArray]:
         """Every array that is stored by rows, as it is now: see `RowArrays.now`."""
-        check_dense_kernels(
-            self.optimizers, self.sharded
-        )  # which make most of their state in their first step
+        # Each time, as optimizers make most of their state in their first step.
+        check_dense_kernels(self.optimizers, self.sharded)
         return self._arrays.now(self.tables, self.fused_position is not None)
 
     def optimizer_trees(self, names: Mapping[int, str]) -> list[Tree]:

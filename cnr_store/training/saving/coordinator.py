@@ -189,12 +189,12 @@ class Coordinator:
         if ready.snapshot is None:
             return said | {"skips": ready.step_under_way}
         folded, lineage = self._folded, self._saves.planner.lineage
-        if self._group.world == 1:
-            said["dense"] = None
-        else:
-            said["dense"] = dense_digests(ready.snapshot.dense)
+        is_alone, number = self._group.world == 1, self._saves.number
+        # The second save compares, too, because optimizers may have no state at the first.
+        compares_replicas = not is_alone and (number < 2 or number % _EVERY == 0)
         return {
             **said,
+            "dense": None if is_alone else dense_digests(ready.snapshot.dense),
             "state": [hashlib.sha256(dumps(part)).hexdigest() for part in ready.snapshot.parts.values()],
             "moved": self._layout.say(ready.snapshot.arrays),
             "unsafe": dict(ready.snapshot.unsafe),
@@ -205,11 +205,11 @@ class Coordinator:
                 for table in self._trained.fused_tables
                 if (settings := table.sharded.settings())
             },
-            "number": self._saves.number,
+            "number": number,
             "previous": lineage.version,
             "restores": lineage.restores,
-            "lineage": "" if self._group.world == 1 else lineage.digest(),
-            "replicas": sample_replicas(self._trained) if self._compares_replicas else None,
+            "lineage": "" if is_alone else lineage.digest(),
+            "replicas": sample_replicas(self._trained) if compares_replicas else None,
         }
 
     def _hold_bases(self, phase: str) -> Document:
@@ -231,12 +231,6 @@ class Coordinator:
                 log.warning(_WHOLE, phase, _named(lost))
                 return {"lost": f"{_named(lost)} was removed before this run's first save"}
         return {}
-
-    @property
-    def _compares_replicas(self) -> bool:
-        """Whether this save compares. The second does, because optimizers may have no state at the first."""
-        number = self._saves.number
-        return self._group.world > 1 and (number < 2 or number % _EVERY == 0)
 
     def _settle(self, snapshot: Snapshot, agreed: Document) -> None:
         """Make this rank's snapshot what all ranks plan with."""

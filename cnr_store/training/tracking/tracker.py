@@ -251,8 +251,7 @@ class Tracker:
         them.
 
         Returns: By table name, the packed bitmap of the rows that may have changed; every bit is set for a table that
-        must be
-        saved whole.
+        must be saved whole.
         """
         whole, unchanged = self._judge()
         flagged = {} if into is None else into
