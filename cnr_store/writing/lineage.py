@@ -100,7 +100,11 @@ class Lineage:
         """The lineage of a run that has just loaded `record`."""
         lines = {
             path: ArrayLine(
-                _written_versions(catalog, record, path),
+                tuple(
+                    link.version
+                    for link in ArrayReader(catalog, record, path).links
+                    if isinstance(link, WrittenLink)
+                ),
                 entry.shape,
                 entry.element,
                 lattice_of(entry.codec),
@@ -145,11 +149,6 @@ class Lineage:
         return tuple(
             sorted({version for path, base in bases for version in self.lines[path].over(base)}, reverse=True)
         )
-
-
-def _written_versions(catalog: Catalog, record: Record, path: str) -> tuple[str, ...]:
-    links = ArrayReader(catalog, record, path).links
-    return tuple(link.version for link in links if isinstance(link, WrittenLink))
 
 
 def _past(record: Record) -> Past:

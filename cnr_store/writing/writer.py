@@ -135,19 +135,16 @@ class Writer:
 
     def _claimed(self) -> claims.Claim:
         if self._claim is None:
-            self._claim = self._claim_anew()
+            backend, seen = self._backend, self._seen
+            if self._after is None:
+                self._claim = fencing.first_claim(backend, seen, self._base, self._token, of_run=self.of_run)
+            else:
+                self._claim = fencing.renewed_claim(backend, self._after, self._base, self._token, seen.store)
             self._made = self._claim.id
             # It may be one that was just made.
-            self._seen = replace(self._seen, store=claims.store_id(self._backend))
-            self._backend.hold_reserve()
+            self._seen = replace(seen, store=claims.store_id(backend))
+            backend.hold_reserve()
         return self._claim
-
-    def _claim_anew(self) -> claims.Claim:
-        if self._after is not None:
-            return fencing.renewed_claim(
-                self._backend, self._after, self._base, self._token, self._seen.store
-            )
-        return fencing.first_claim(self._backend, self._seen, self._base, self._token, of_run=self.of_run)
 
     def hold(self, lineage: Lineage) -> tuple[list[str], Record | None]:
         """Claim the store, so that nothing of `lineage` is removed any more. Training waits, so nothing is tried again.

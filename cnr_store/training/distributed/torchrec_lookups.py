@@ -36,7 +36,7 @@ class LookupHooks:
         self._hooked: list[tuple[nn.Module, Any]] = []
         self._attach()
         register = sharded.module.register_load_state_dict_post_hook
-        self._after_load = register(_Hook(self._loaded))  # type: ignore[no-untyped-call]
+        self._after_load = register(Hook(self._loaded))  # type: ignore[no-untyped-call]
 
     def check(self) -> str | None:
         """Begin an interval. Returns why rows may have changed in the last one without being marked, or None.
@@ -62,7 +62,7 @@ class LookupHooks:
 
     def _attach(self) -> None:
         for lookup in lookups(self.sharded.module):
-            hook = _Hook(partial(self._looked_up, _shards_by_position(lookup)))
+            hook = Hook(partial(self._looked_up, _shards_by_position(lookup)))
             self._hooked.append((lookup, lookup.register_forward_hook(hook, with_kwargs=True)))
 
     def _detach(self) -> None:
@@ -131,7 +131,7 @@ def _tensors_of(kernel: Any) -> list[torch.Tensor]:
     return [*kernel.split_embedding_weights(), *(tensor for state in kept for tensor in state.values())]
 
 
-class _Hook:
+class Hook:
     """Calls a function. A copy of a model (for averaging, say) copies its hooks; the copied ones do nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:

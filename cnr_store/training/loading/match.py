@@ -161,11 +161,6 @@ class Match:
                 self._compare_type(name, tensor, type_name)
             self.tensors[name] = tensor
 
-    def kept_tables(self, tables: Sequence[Table]) -> list[str]:
-        """Names of those of which some rows are not loaded."""
-        whole = {fit.table.name for fit in self.tables if fit.ids is None}
-        return [table.name for table in tables if table.name not in whole]
-
     def compare_ties(self, stored: Mapping[str, str], model: Mapping[str, str]) -> None:
         """Compare what tied names are the same as, of those that are the same as something loaded.
 

@@ -296,8 +296,10 @@ class Restore:
         match.versions = self._state.module_versions
         load = ModuleLoad(trained.model, trained.tables, match, values)
         taken = {*names, *match.absent, *trained.excluded.tables}
+        whole = {fit.table.name for fit in match.tables if fit.ids is None}
+        kept = {table.name for table in trained.tables} - whole if not match.selection.everything else ()
         with unchanged(trained.model, trained.tables, trained.excluded, taken):
-            return load.run([] if match.selection.everything else match.kept_tables(trained.tables))
+            return load.run(kept)
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
         optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast

@@ -21,6 +21,7 @@ from cnr_store.format.state import MAX_DEPTH, dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf, Leaf, OfClass
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
 from cnr_store.training.model.tensors import dense_numpy, dense_type, dtype_name, kept_strides
+from cnr_store.training.model.wrappers import class_name
 from cnr_store.writing.plan import DensePiece
 
 MAX_METADATA_BYTES = 64 << 10
@@ -86,11 +87,6 @@ def state_of(value: Any) -> Any:
     if isinstance(value, type):
         raise StateError(f"the class {value.__qualname__} was given for its state; give an object of it")
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
-
-
-def class_name(kind: type) -> str:
-    """What a store calls a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_wrapper(value: object) -> bool:

@@ -21,6 +21,11 @@ Group = dict[str, Any]
 Tree = dict[str, Any]
 FUSED = "torchrec.fused"
 """What the class of TorchRec's optimizers is called in the store, whatever TorchRec calls it."""
+_STRAY = (
+    "; so does that of an optimizer which keeps state of a parameter that is in none of its groups: where another "
+    "parameter took its place, move the state to that one, with rows for those that are new, or remove it: "
+    "optimizer.state.pop(old)"
+)
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
@@ -98,8 +103,8 @@ def _state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
     try:
         return optimizer.state_dict()
     except Exception as error:  # of one that is spread over ranks, say, and was not consolidated
-        reason = _stray_state(optimizer, error) if isinstance(error, KeyError) else error
-        raise StateError(f"the state_dict of {type(optimizer).__name__} failed: {reason}") from error
+        stray = _STRAY if isinstance(error, KeyError) else ""
+        raise StateError(f"the state_dict of {type(optimizer).__name__} failed: {error!r}{stray}") from error
 
 
 def _check_keys(optimizer: Optimizer, unnamed: Mapping[str, Any]) -> None:
@@ -221,20 +226,6 @@ def _is_equal(value: object, slot: object) -> bool:
         return False
     value = value.detach().to(slot.device)
     return bool(((value == slot) | (value.isnan() & slot.isnan())).all())
-
-
-def _stray_state(optimizer: Optimizer, error: KeyError) -> str:
-    """What may have made its ``state_dict`` fail: state of a parameter whose place in a group another one took."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    state: Mapping[Any, Any] = optimizer.state  # keys of a class of one's own may be anything
-    for parameter in state:
-        if isinstance(parameter, torch.Tensor) and id(parameter) not in held:
-            return (
-                f"it keeps state of a parameter of shape {tuple(parameter.shape)} that is in none of its groups; where "
-                "another parameter took its place, move the state to that one, with rows for those that are new, or "
-                "remove it: optimizer.state.pop(old)"
-            )
-    return f"it lacks {error}"
 
 
 def load_optimizer(

@@ -20,6 +20,7 @@ from cnr_store.training.model.memory import overlapping
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself, spread_class
+from cnr_store.training.model.wrappers import class_name
 
 Lookup = nn.Embedding | nn.EmbeddingBag
 
@@ -247,9 +248,8 @@ def check_weight(path: str, weight: nn.Parameter) -> None:
             f"{where} is a {kind}, spread over ranks; give a model whose tables this process holds itself"
         )
     elif hasattr(weight, "__tensor_flatten__"):
-        kind = f"{type(weight).__module__}.{type(weight).__qualname__}"
         raise UnsupportedModelError(
-            f"{where} is a {kind}, whose rows can't be stored; make it a plain dense tensor"
+            f"{where} is a {class_name(type(weight))}, whose rows can't be stored; make it a plain dense tensor"
         )
     if weight.is_meta:
         raise UnsupportedModelError(

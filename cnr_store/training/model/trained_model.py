@@ -136,10 +136,9 @@ class TrainedModel:
         ]
         if names and self.optimizers and self.fused_position is None:
             log.warning(
-                "the fused optimizer of table %r%s was not given, so its state is not saved; give "
+                "the fused optimizer of table %s was not given, so its state is not saved; give "
                 "[model.fused_optimizer, ...] as optimizer",
-                names[0],
-                f" and {len(names) - 1} more" if names[1:] else "",
+                listed(map(repr, names), 1),
             )
 
     def saved_parameters(self) -> set[int]:

@@ -39,12 +39,12 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 def _is_wrapper(kind: type) -> bool:
     # Lightning makes a class for each class wrapped: its own first, and then the other.
-    return any(_full_name(each) in _OPTIMIZERS for each in (kind, *kind.__bases__[:1]))
+    return any(class_name(each) in _OPTIMIZERS for each in (kind, *kind.__bases__[:1]))
 
 
 def wrapped_parts(module: nn.Module) -> tuple[str, ...]:
     """The attributes in which a module of Fabric or TorchRec has the model that it wraps; none of any other module."""
-    return _MODELS.get(_full_name(type(module)), ())
+    return _MODELS.get(class_name(type(module)), ())
 
 
 def unwrap_tree(tree: dict[str, Any], optimizer: Optimizer, names: Collection[str]) -> dict[str, Any]:
@@ -70,5 +70,6 @@ def unwrap_tree(tree: dict[str, Any], optimizer: Optimizer, names: Collection[st
     }
 
 
-def _full_name(kind: type) -> str:
+def class_name(kind: type) -> str:
+    """A class with its module, as a store calls it."""
     return f"{kind.__module__}.{kind.__qualname__}"

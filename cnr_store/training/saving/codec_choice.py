@@ -225,16 +225,11 @@ class CodecChoice:
         key = table, slot, nbytes, element, is_relative
         chosen = self._chosen.get(key)
         if chosen is None:
-            chosen = self._chosen[key] = _state_codec(
-                self._state_width(table, slot, nbytes), element, is_relative
-            )
+            width = self._state.of(table, slot, nbytes)
+            if width == LOSSLESS and nbytes >= LOSSLESS_BELOW_BYTES and self._auto_widths:
+                width = self._fineness.state_bits
+            chosen = self._chosen[key] = _state_codec(width, element, is_relative)
         return chosen
-
-    def _state_width(self, table: str, slot: str, nbytes: int) -> int | str:
-        width = self._state.of(table, slot, nbytes)
-        if width == LOSSLESS and nbytes >= LOSSLESS_BELOW_BYTES and self._auto_widths:
-            return self._fineness.state_bits
-        return width
 
 
 def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:

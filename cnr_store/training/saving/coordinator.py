@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 
 from cnr_backends import BackendError
-from cnr_store.errors import CheckpointError, OptionError, SaveError
+from cnr_store.errors import CheckpointError, OptionError, SaveError, listed
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.folding.compact import CompactReport
 from cnr_store.ranks.decisions import named
@@ -224,12 +224,13 @@ class Coordinator:
             return {}
         with suppress(BackendError, CheckpointError), self._group.working(phase, self._saves.progress):
             lost, fold = writer.hold(lineage)
+            named_versions = f"version {listed(lost, 1)}"
             if fold is not None:
-                log.info(_REBASED, phase, _named(lost), fold.id)
+                log.info(_REBASED, phase, named_versions, fold.id)
                 return {"rebased": [fold.id, fold.nbytes]}
             if lost:
-                log.warning(_WHOLE, phase, _named(lost))
-                return {"lost": f"{_named(lost)} was removed before this run's first save"}
+                log.warning(_WHOLE, phase, named_versions)
+                return {"lost": f"{named_versions} was removed before this run's first save"}
         return {}
 
     def _settle(self, snapshot: Snapshot, agreed: Document) -> None:
@@ -278,11 +279,6 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "dense_bytes": first["dense_bytes"],
         "settings": {name: each for doc in said for name, each in doc["settings"].items()},
     }
-
-
-def _named(lost: Sequence[str]) -> str:
-    others = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return f"version {lost[0]}{others}"
 
 
 _EVERY = 16

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cnr_store.training.distributed.torchrec import ShardedModule
-from cnr_store.training.distributed.torchrec_lookups import CopiedHook, LookupHooks
+from cnr_store.training.distributed.torchrec_lookups import CopiedHook, Hook, LookupHooks
 from cnr_store.training.distributed.torchrec_optimizers import passes_steps_on
 from cnr_store.training.model.tables import DTensorTable, Lookup
 from cnr_store.training.tracking.bitmap import mark_at
@@ -152,7 +152,8 @@ def hook_lookups(module: Lookup, tracker: TableTracker, hooks: ExitStack) -> Non
     if module.max_norm is not None:
         after.check_before()
     hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-    after_load = module.register_load_state_dict_post_hook(_AfterLoad(tracker))  # type: ignore[no-untyped-call]
+    note_load = Hook(lambda *_: tracker.make_whole(LOADED))
+    after_load = module.register_load_state_dict_post_hook(note_load)  # type: ignore[no-untyped-call]
     hooks.callback(after_load.remove)
 
 
@@ -169,13 +170,6 @@ class _TableHook:
 
     def __reduce__(self) -> tuple[type[CopiedHook], tuple[()]]:
         return CopiedHook, ()
-
-
-class _AfterLoad(_TableHook):
-    __slots__ = ()
-
-    def __call__(self, *_: object) -> None:
-        self._tracker.make_whole(LOADED)
 
 
 class _BeforeLookup(_TableHook):
@@ -213,8 +207,10 @@ class _AfterLookup(_TableHook):
         if not (renorms or torch.is_grad_enabled()):
             return
         ids = args[0] if args else kwargs.get("input")
-        if type(ids) is not torch.Tensor:
-            ids = _plain(ids)
+        if not isinstance(ids, torch.Tensor):
+            ids = None
+        elif ids.is_nested:  # ragged: neither the operator nor numpy takes them
+            ids = ids.values()
         if module._parameters.get("weight") is not self._tracker.table.parameter:
             ids = None
         if not torch.compiler.is_compiling():
@@ -271,13 +267,6 @@ class _AfterLookup(_TableHook):
             if tracker.changes > 1:  # torch counts one for the lookup; hooks of others may have made the rest
                 tracker.make_whole(OUTSIDE)
             tracker.acknowledge()
-
-
-def _plain(ids: object) -> torch.Tensor | None:
-    """Ragged ids as a plain tensor, which the operator and numpy take. None for what is no tensor."""
-    if not isinstance(ids, torch.Tensor):
-        return None
-    return ids.values() if ids.is_nested else ids
 
 
 def _unknown_rows(tracker: TableTracker, module: Lookup, ids: torch.Tensor | None) -> str | None:

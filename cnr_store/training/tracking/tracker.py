@@ -97,7 +97,10 @@ class Tracker:
         begun = [optimizer] if optimizer in self._begun and not is_in_step(optimizer) else []
         for name, reason in self._unfinished(begun).items():
             self._trackers[name].make_whole(reason)
-        self._begun[optimizer] = self._uncounted(optimizer, has_closure)
+        # The tables that it changes uncounted, with the present settings. Of others, version counters tell.
+        groups = uncounted_groups(optimizer, self._trusted, has_closure)
+        stepped = self._stepped.by(optimizer) if groups else []
+        self._begun[optimizer] = [tracker.table.name for position, tracker in stepped if position in groups]
         for tracker in self._stepped.sharing(optimizer):
             tracker.make_whole(
                 f"a step of {type(optimizer).__name__} changed another parameter over its memory"
@@ -128,12 +131,6 @@ class Tracker:
             self._stepped.renew_pass(optimizer)
         settle_step(optimizer, left, self._trusted, has_closure)
         self._begun.pop(optimizer, None)
-
-    def _uncounted(self, optimizer: Optimizer, has_closure: bool) -> list[str]:
-        """The tables that a step changes uncounted, with the present settings. Of others, version counters tell."""
-        groups = uncounted_groups(optimizer, self._trusted, has_closure)
-        stepped = self._stepped.by(optimizer) if groups else []
-        return [tracker.table.name for position, tracker in stepped if position in groups]
 
     def _unfinished(self, begun: Iterable[Optimizer]) -> dict[str, str]:
         """Why tables are whole that a step may have changed uncounted, as it began and was not seen to end."""

@@ -235,9 +235,7 @@ def test_a_parameter_that_grew_without_its_state(tmp_path: Path) -> None:
         bench.train(1)
         checkpointer.save(1).result()
         old = grown(bench)
-        with pytest.raises(
-            StateError, match=r"Adagrad .*state of a parameter of shape \(40, 3\).*pop\(old\)"
-        ):
+        with pytest.raises(StateError, match=r"Adagrad .*in none of its groups.*pop\(old\)"):
             checkpointer.save(2)
         state = bench.optimizer.state
         state[bench.table.weight] = {
