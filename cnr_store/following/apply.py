@@ -12,7 +12,7 @@ from cnr_store.chains.dense import read_dense
 from cnr_store.errors import CorruptionError, ModelMismatchError, UnsupportedModelError
 from cnr_store.format.layout import dense_path, weight_path
 from cnr_store.format.record import Record
-from cnr_store.format.validate import shown
+from cnr_store.format.validate import member, shown
 from cnr_store.reading.blocks import Block
 from cnr_store.reading.opening import model_arrays
 from cnr_store.training.distributed.dtensors import is_dtensor
@@ -46,10 +46,7 @@ def block_writer(catalog: Catalog, record: Record, model: nn.Module) -> Callable
     tables = find_tables(model)
     loaders = Loaders(model)
     match = match_model(catalog, record, model, tables, Selection(), loaders)
-    state = catalog.state(record)
-    versions = decode_tree(
-        catalog, record, state.get("module_versions") if isinstance(state, dict) else None, match.where
-    )
+    versions = decode_tree(catalog, record, member(catalog.state(record), "module_versions"), match.where)
     match.versions = versions if isinstance(versions, dict) else None
     given = dict(_read_extra_state(catalog, record, model, match.where))
     # An update lacks what is unchanged, and modules that change what they are given need what is stored.
@@ -95,8 +92,7 @@ def _read_extra_state(catalog: Catalog, record: Record, model: nn.Module, where:
     """
     if not (own := extra_state(named_state(model))):
         return {}
-    state = catalog.state(record)
-    extra = decode_tree(catalog, record, state.get("extra_state") if isinstance(state, dict) else None, where)
+    extra = decode_tree(catalog, record, member(catalog.state(record), "extra_state"), where)
     if not isinstance(extra, dict) or not all(isinstance(name, str) for name in extra):
         raise CorruptionError(f"{where}: the state is malformed: extra_state is {shown(extra)}")
     if extra.keys() != own.keys():

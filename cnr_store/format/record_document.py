@@ -63,11 +63,14 @@ def encode_record(record: Record) -> bytes:
         "state": record.state_sha256,
         "metadata": record.metadata,
     }
+    if record.prefix == FOLDS:  # by their paths below the record, where plain Zarr readers look for them
+        below = {f"{record.nonce}/{path}": node for path, node in nodes.items()}
+        nodes = {record.nonce: group_document(), **below}
     doc = group_document({_ATTRIBUTE[record.prefix]: cnr})
     doc["consolidated_metadata"] = {
         "kind": "inline",
         "must_understand": False,
-        "metadata": _below(record.nonce, nodes) if record.prefix == FOLDS else nodes,
+        "metadata": nodes,
     }
     data = dumps(doc)
     if len(data) > MAX_RECORD_BYTES:
@@ -118,11 +121,6 @@ def _objects(value: object, name: str) -> dict[str, Doc]:
         if type(each) is not dict:
             raise ValueError(f"{name} has no object for {validate.shown(path)}")
     return found
-
-
-def _below(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
-    """Metadata documents by their paths below the record, where plain Zarr readers look for them."""
-    return {folder: group_document(), **{f"{folder}/{path}": node for path, node in nodes.items()}}
 
 
 def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:

@@ -265,7 +265,9 @@ class _Run:
         name, baseline = check_policy(policy), 0
         past: Past | None = None
         for save in range(self.trace.saves):
-            offer = self._offer(save, baseline) if save else None
+            changed = self.trace.changed[save]
+            sizes = (self._size(int(changed[since]), self.delta_row_bytes) for since in (baseline, save - 1))
+            offer = Offer(*sizes) if save else None
             decision = decide(name, past, offer=offer, costs=self.costs)
             if decision.full or offer is None:
                 nbytes = self._size(self.trace.rows, self.row_bytes)
@@ -286,11 +288,6 @@ class _Run:
 
     def _size(self, rows: int, row_bytes: float) -> int:
         return self.fixed_bytes + round(row_bytes * rows)
-
-    def _offer(self, save: int, baseline: int) -> Offer:
-        changed = self.trace.changed[save]
-        rows = int(changed[baseline]), int(changed[save - 1])
-        return Offer(*(self._size(count, self.delta_row_bytes) for count in rows))
 
     def _report(self, save: int, decision: Decision) -> SimulatedSave:
         chain = self.chains[save]

@@ -75,7 +75,13 @@ class SaveRound:
 
     def announced(self) -> Document:
         """Other ranks: wait for what rank 0 announces."""
-        return self._awaited("announced", "announce")
+        for _ in pauses(FOREVER_SECONDS):
+            with self._heard("announce"):
+                value = self._keys.get(f"{self._prefix}/announced")
+            if value is not None:
+                return decode(value)
+            self.beat("announce")
+        raise AssertionError("pauses without end")
 
     def beat(self, phase: str) -> None:
         """Tell that this rank makes progress, or waits and is well; then `check`. Cheap to call often.
@@ -180,15 +186,6 @@ class SaveRound:
         shared = ("announced", "failure", "outcome") if self._rank == 0 else ()
         for name in (*shared, f"vote/{self._rank}", f"beat/{self._rank}"):
             self._keys.delete(f"{self._prefix}/{name}")
-
-    def _awaited(self, name: str, phase: str) -> Document:
-        for _ in pauses(FOREVER_SECONDS):
-            with self._heard(phase):
-                value = self._keys.get(f"{self._prefix}/{name}")
-            if value is not None:
-                return decode(value)
-            self.beat(phase)
-        raise AssertionError("pauses without end")
 
     def _fail_silent(self) -> bool:
         """Tell of the watched ranks that are gone, if there are some."""
