@@ -212,7 +212,7 @@ def test_the_store_can_be_pickled(s3_server: S3Server) -> None:
     ("url", "changes", "message"),
     [
         ("s3://no-such-bucket/prefix", {}, "no bucket 'no-such-bucket'; make it"),
-        ("s3://", {}, "no bucket in the URL"),
+        ("s3://", {}, "no bucket or container in the URL"),
         ("s3://cnr-tests/prefix", {"secret": "wrong"}, "check the credentials"),
         ("s3://cnr-tests/prefix", {"key": "nobody"}, "check the credentials"),
         ("s3://cnr-tests/prefix", {"nonsense": 1}, "nonsense.*storage options"),

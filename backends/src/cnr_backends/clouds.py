@@ -8,83 +8,6 @@ from typing import Any, ClassVar
 
 from cnr_backends.remote import ANY_DRIVER_ERROR, FsspecBackend, has_create_mode
 
-
-class S3Backend(FsspecBackend):
-    """Stores objects on S3, or on a server that speaks its protocol and honours ``If-None-Match: *``.
-
-    The driver repeats a request with growing pauses if it gets no answer, a server error (500, 502, 503, 504) or a
-    request to slow down. It repeats conditional requests too: if the first one arrived, the repeated one is refused,
-    and the object's bytes tell whose it is. This class repeats requests that get 409.
-
-    By default a connection must be made within 10 seconds, a request must be answered within 60 seconds, each is tried
-    4 times, and there are 32 connections. ``config_kwargs`` changes that.
-    """
-
-    atomic_create = True
-
-    _CONFIG: ClassVar[dict[str, Any]] = {
-        "connect_timeout": 10,
-        "read_timeout": 60,
-        "max_pool_connections": 32,
-        "retries": {"mode": "standard", "total_max_attempts": 4},
-    }
-    _CONFLICT_WAITS_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-
-    def _driver_options(self) -> dict[str, Any]:
-        config = {**self._CONFIG, **(self._options.get("config_kwargs") or {})}
-        # One request reads an object: a size that was read before could be that of another version of it.
-        return {"max_concurrency": 1, **self._options, "config_kwargs": config}
-
-    def _probe(self) -> None:
-        if not self._root.strip("/"):
-            raise ValueError("there is no bucket in the URL")
-        if not has_create_mode(self._fs):
-            raise ImportError("this s3fs has no exclusive writes; install s3fs 2025.2 or newer")
-        super()._probe()
-
-    def _create(self, key: str, data: bytes) -> bool:
-        for wait_seconds in (*self._CONFLICT_WAITS_SECONDS, None):
-            try:
-                self._call("pipe_file", self._at(key), data, sent_bytes=len(data), mode="create")
-                return True
-            except ANY_DRIVER_ERROR as error:
-                if isinstance(error, FileExistsError) or _code(error) in _LOST_CREATE:
-                    # Our own request is refused too, if it was repeated because the first answer got lost.
-                    return self._holds(key, data)
-                if _code(error) not in _CONFLICT or wait_seconds is None:
-                    raise
-            time.sleep(wait_seconds)
-        raise AssertionError("unreachable")
-
-    def _get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._sliced(key, start, start + length)
-
-    def _get_suffix(self, key: str, length: int) -> bytes:
-        return self._sliced(key, -length, None)
-
-    def _sliced(self, key: str, start: int, end: int | None) -> bytes:
-        try:
-            return bytes(self._call("cat_file", self._at(key), start=start, end=end))
-        except OSError as error:
-            if _code(error) in ("InvalidRange", "416"):
-                return b""  # the range begins beyond the end
-            raise
-
-    def _make_parent(self, path: str) -> None:
-        """Do nothing: S3 has no folders, and to make one would make the bucket."""
-
-    def _is_missing(self, error: Exception) -> bool:
-        return super()._is_missing(error) and _code(error) != "NoSuchBucket"
-
-    def _advice(self, error: Exception) -> str:
-        code = _code(error)
-        if code == "NoSuchBucket":
-            return f"there is no bucket {self._root.split('/')[0]!r}; make it, or correct the URL"
-        if isinstance(error, PermissionError) or code or type(error).__name__ == "NoCredentialsError":
-            return "check the credentials (key and secret, or the AWS environment) and their permissions"
-        return "check that the server is up and that endpoint_url is right"
-
-
 _LOST_CREATE = frozenset({"PreconditionFailed", "412"})
 _CONFLICT = frozenset({"ConditionalRequestConflict", "OperationAborted", "409"})
 
@@ -133,6 +56,76 @@ class ConditionalBackend(FsspecBackend):
 
     def _make_parent(self, path: str) -> None:
         """Do nothing: there are no folders, and to make one could make the bucket."""
+
+
+class S3Backend(ConditionalBackend):
+    """Stores objects on S3, or on a server that speaks its protocol and honours ``If-None-Match: *``.
+
+    The driver repeats a request with growing pauses if it gets no answer, a server error (500, 502, 503, 504) or a
+    request to slow down. It repeats conditional requests too: if the first one arrived, the repeated one is refused,
+    and the object's bytes tell whose it is. This class repeats requests that get 409.
+
+    By default a connection must be made within 10 seconds, a request must be answered within 60 seconds, each is tried
+    4 times, and there are 32 connections. ``config_kwargs`` changes that.
+    """
+
+    _CREATE = {"mode": "create"}  # noqa: RUF012 - the base declares it as a ClassVar
+    _CONFIG: ClassVar[dict[str, Any]] = {
+        "connect_timeout": 10,
+        "read_timeout": 60,
+        "max_pool_connections": 32,
+        "retries": {"mode": "standard", "total_max_attempts": 4},
+    }
+    _CONFLICT_WAITS_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+
+    def _driver_options(self) -> dict[str, Any]:
+        config = {**self._CONFIG, **(self._options.get("config_kwargs") or {})}
+        # One request reads an object: a size that was read before could be that of another version of it.
+        return {"max_concurrency": 1, **self._options, "config_kwargs": config}
+
+    def _probe(self) -> None:
+        if not has_create_mode(self._fs):
+            raise ImportError("this s3fs has no exclusive writes; install s3fs 2025.2 or newer")
+        super()._probe()
+
+    def _create(self, key: str, data: bytes) -> bool:
+        for wait_seconds in (*self._CONFLICT_WAITS_SECONDS, None):
+            try:
+                self._call("pipe_file", self._at(key), data, sent_bytes=len(data), **self._CREATE)
+                return True
+            except ANY_DRIVER_ERROR as error:
+                if isinstance(error, FileExistsError) or _code(error) in _LOST_CREATE:
+                    # Our own request is refused too, if it was repeated because the first answer got lost.
+                    return self._holds(key, data)
+                if _code(error) not in _CONFLICT or wait_seconds is None:
+                    raise
+            time.sleep(wait_seconds)
+        raise AssertionError("unreachable")
+
+    def _get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._sliced(key, start, start + length)
+
+    def _get_suffix(self, key: str, length: int) -> bytes:
+        return self._sliced(key, -length, None)
+
+    def _sliced(self, key: str, start: int, end: int | None) -> bytes:
+        try:
+            return bytes(self._call("cat_file", self._at(key), start=start, end=end))
+        except OSError as error:
+            if _code(error) in ("InvalidRange", "416"):
+                return b""  # the range begins beyond the end
+            raise
+
+    def _is_missing(self, error: Exception) -> bool:
+        return super()._is_missing(error) and _code(error) != "NoSuchBucket"
+
+    def _advice(self, error: Exception) -> str:
+        code = _code(error)
+        if code == "NoSuchBucket":
+            return f"there is no bucket {self._root.split('/')[0]!r}; make it, or correct the URL"
+        if isinstance(error, PermissionError) or code or type(error).__name__ == "NoCredentialsError":
+            return "check the credentials (key and secret, or the AWS environment) and their permissions"
+        return "check that the server is up and that endpoint_url is right"
 
 
 class GcsBackend(ConditionalBackend):
