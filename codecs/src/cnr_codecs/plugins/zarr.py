@@ -6,6 +6,7 @@ zarr.create_array(..., serializer={"name": "cnr.uniform", "configuration": {"sch
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, cast
 
@@ -32,15 +33,24 @@ _THREAD_BYTES = 1 << 20
 
 
 class _ZarrCodec(ArrayBytesCodec):
-    """What the codecs share. They encode chunks (rows, dim) or (rows,) to payloads."""
+    """What the codecs share. They encode chunks (rows, dim) or (rows,) to payloads.
+
+    The fields of each are options of its `kind` of row codec, which proves them and fills in what was left out.
+    """
 
     is_fixed_size = False
     name: ClassVar[str]
+    kind: ClassVar[Callable[..., RowCodec]]
+
+    def __post_init__(self) -> None:
+        codec = self.rows_codec
+        for field in fields(self):
+            object.__setattr__(self, field.name, getattr(codec, field.name))
 
     @property
     def rows_codec(self) -> RowCodec:
         """The row codec that encodes the chunks."""
-        raise NotImplementedError
+        return type(self).kind(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -120,21 +130,12 @@ class ZarrUniform(_ZarrCodec):
     """Uniform quantization of each row. The options are those of `cnr_codecs.UniformRows`."""
 
     name: ClassVar[str] = "cnr.uniform"
+    kind = UniformRows
 
     scheme: SchemeName = "adaptive"
     bits: int = 4
     bins: int | None = None
     ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        codec = UniformRows(self.scheme, self.bits, self.bins, self.ratio)
-        object.__setattr__(self, "bins", codec.bins)
-        object.__setattr__(self, "ratio", codec.ratio)
-
-    @property
-    def rows_codec(self) -> UniformRows:
-        """The row codec that encodes the chunks."""
-        return UniformRows(self.scheme, self.bits, self.bins, self.ratio)
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ class ZarrKMeans(_ZarrCodec):
     """k-means of each row or group of rows. The options are those of `cnr_codecs.KMeansRows`."""
 
     name: ClassVar[str] = "cnr.kmeans"
+    kind = KMeansRows
 
     bits: int = 4
     group: GroupName = "row"
@@ -149,33 +151,16 @@ class ZarrKMeans(_ZarrCodec):
     block_rows: int | None = None
     clusters: int | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block_rows", self.rows_codec.block_rows)
-
-    @property
-    def rows_codec(self) -> KMeansRows:
-        """The row codec that encodes the chunks."""
-        return KMeansRows(self.bits, self.group, self.exact, self.block_rows, self.clusters)
-
 
 @dataclass(frozen=True)
 class ZarrLattice(_ZarrCodec):
     """Rows as integers on one step. The options are those of `cnr_codecs.LatticeRows`."""
 
     name: ClassVar[str] = "cnr.lattice"
+    kind = LatticeRows
 
     rms_step: float | None = None
     step: float | None = None
-
-    def __post_init__(self) -> None:
-        codec = LatticeRows(self.rms_step, self.step)
-        object.__setattr__(self, "rms_step", codec.rms_step)
-        object.__setattr__(self, "step", codec.step)
-
-    @property
-    def rows_codec(self) -> LatticeRows:
-        """The row codec that encodes the chunks."""
-        return LatticeRows(self.rms_step, self.step)
 
 
 @dataclass(frozen=True)
@@ -183,16 +168,9 @@ class ZarrFloating(_ZarrCodec):
     """Values with fewer bits of their mantissa. The options are those of `cnr_codecs.FloatingRows`."""
 
     name: ClassVar[str] = "cnr.floating"
+    kind = FloatingRows
 
     mantissa_bits: int = DEFAULT_MANTISSA_BITS
-
-    def __post_init__(self) -> None:
-        FloatingRows(self.mantissa_bits)
-
-    @property
-    def rows_codec(self) -> FloatingRows:
-        """The row codec that encodes the chunks."""
-        return FloatingRows(self.mantissa_bits)
 
 
 @dataclass(frozen=True)
@@ -204,6 +182,7 @@ class ZarrRows(_ZarrCodec):
     """
 
     name: ClassVar[str] = "cnr.rows"
+    kind = LosslessRows
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -216,8 +195,3 @@ class ZarrRows(_ZarrCodec):
             index_codecs=[BytesCodec(endian=Endian.little), Crc32cCodec()],
         )
         return cast("Self", shards)  # Zarr takes whatever codec a name stands for
-
-    @property
-    def rows_codec(self) -> LosslessRows:
-        """The row codec that encodes the chunks."""
-        return LosslessRows()
