@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, compile_encoding
+from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, cache_folders, compile_encoding
 from tests.paths import ROOT
 
 _WARM = """
@@ -76,6 +76,10 @@ print(*compiled)
 def test_kernels_are_compiled_for_rows_of_any_element_type(codec: RowCodec) -> None:
     for element in ("float32", "float16", "bfloat16"):
         assert len(list(compile_encoding(codec, 16, element))) > 1
+
+
+def test_folders_of_compiled_kernels_are_known() -> None:
+    assert cache_folders()
 
 
 @pytest.mark.slow

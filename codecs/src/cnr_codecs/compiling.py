@@ -25,28 +25,24 @@ _ROWS = 2
 _APART = (1, 40)
 
 
-def compile_decoding(element: str, parameters: ParameterType = ParameterType.FLOAT16) -> Iterator[None]:
+def compile_decoding(element: str) -> Iterator[None]:
     """Compile what decodes lossless and uniformly quantized rows, one kernel a step.
 
     Parameters
     ----------
     element
         The name of the rows' element type.
-    parameters
-        What the rows' scales and offsets are stored as. Nearly all are float16.
     """
     kind, dim = element_named(element), 8
     raw = np.zeros((_ROWS, dim), array_dtype(element))
     _decode(LosslessRows().encode_rows(raw, None, _ROWS, element=element), element, dim)
     yield
     if kind.quantizable:
-        dtype = "<f2" if parameters is ParameterType.FLOAT16 else "<f4"
-        codes, values = np.zeros((_ROWS, dim // 2), np.uint8), np.zeros((2, _ROWS), dtype)
-        segment = Segment(Scheme.ASYMMETRIC, 4, parameters, RowSet.first(_ROWS, _ROWS), values, codes)
-        payload = build(_ROWS, dim, kind, [segment])
-        parse(payload)
-        yield
-        _decode(payload, element, dim)
+        # The same kernel serves parameters that are float32.
+        codes, values = np.zeros((_ROWS, dim // 2), np.uint8), np.zeros((2, _ROWS), "<f2")
+        row_set = RowSet.first(_ROWS, _ROWS)
+        segment = Segment(Scheme.ASYMMETRIC, 4, ParameterType.FLOAT16, row_set, values, codes)
+        _decode(build(_ROWS, dim, kind, [segment]), element, dim)
         yield
 
 
@@ -94,8 +90,7 @@ def _compile_relative(codec: LatticeRows, rows: Rows, element: str) -> None:
 def compile_all() -> Iterator[None]:
     """Compile every kernel of this package."""
     for element in (element.name for element in ELEMENTS if element.quantizable):
-        for parameters in (ParameterType.FLOAT16, ParameterType.FLOAT32):
-            yield from compile_decoding(element, parameters)
+        yield from compile_decoding(element)
         yield from compile_encoding(KMeansRows(2), 16, element)
         yield from compile_encoding(LatticeRows(), 16, element)
     schemes = (

@@ -18,20 +18,41 @@ import numpy as np
 from cnr_codecs.kernels.building.compiled import helper, kernel
 from cnr_codecs.kernels.pack import unpack_block
 
+# Of a literal, the compiler would make another copy of `choose`.
+_0 = np.int64(0)
+
 
 @helper
-def _choose(rows: Any, first_row: int, need: Any, chosen: Any, places: Any) -> Any:
-    """List the wanted rows, their positions in `rows` and their rows of the output, and clear their marks."""
-    held = 0
-    for i in range(rows.size):
-        r = np.int64(rows[i]) - first_row
-        if 0 <= r < need.size:
-            chosen[held] = i
-            places[held] = r
-            held += need[r] != 0
-    for k in range(held):
+def choose(
+    rows: Any, start: int, first: int, last: int, first_row: int, need: Any, chosen: Any, places: Any
+) -> int:
+    """List the wanted rows among the segment's rows `first` to `last`, clear their marks, and return their count.
+
+    `chosen` gets their numbers, counted from `first`, and `places` their rows of the output.
+    """
+    place = (np.int64(rows[first - start]) if rows.size else first) - first_row
+    end = (np.int64(rows[last - 1 - start]) if rows.size else last - 1) - first_row
+    if place >= 0 and end < need.size and end - place == last - 1 - first:
+        marked = 0
+        for k in range(last - first):
+            marked += need[place + k] != 0
+        if marked == last - first:
+            for k in range(last - first):
+                need[place + k] = 0
+                chosen[k] = k
+                places[k] = place + k
+            return marked
+    count = 0
+    for i in range(first, last):
+        to = (np.int64(rows[i - start]) if rows.size else i) - first_row
+        if 0 <= to < need.size:
+            # There is no branch on the mark: at random marks it would cost more than the row.
+            chosen[count] = i - first
+            places[count] = to
+            count += need[to] != 0
+    for k in range(count):
         need[places[k]] = 0
-    return np.uintp(held)
+    return count
 
 
 @kernel
@@ -56,7 +77,7 @@ def look_up(
     memory for the codes of a row.
     """
     width = (dim * bits + 7) // 8
-    count = _choose(rows, first_row, need, chosen, places)
+    count = np.uintp(choose(rows, _0, _0, rows.size, first_row, need, chosen, places))
     for k in range(count):
         start, book = places[k] * stride, table[books[chosen[k]]]
         unpack_block(codes, chosen[k] * width, 1, dim, bits, unpacked, 0)
@@ -78,7 +99,7 @@ def copy_raw(
     places: Any,
 ) -> Any:
     """Write raw values, of `width` bytes a row, to `flat` (uint8, with `stride` in bytes)."""
-    count = _choose(rows, first_row, need, chosen, places)
+    count = np.uintp(choose(rows, _0, _0, rows.size, first_row, need, chosen, places))
     for k in range(count):
         source, to = np.uintp(chosen[k]) * np.uintp(width), np.uintp(places[k]) * np.uintp(stride)
         for j in range(np.uintp(width)):
@@ -100,7 +121,7 @@ def widen_bfloat16(
 ) -> Any:
     """Write raw bfloat16 values, of `width` bytes a row, to `flat` (uint32: the bits of float32)."""
     dim = np.uintp(width // 2)
-    count = _choose(rows, first_row, need, chosen, places)
+    count = np.uintp(choose(rows, _0, _0, rows.size, first_row, need, chosen, places))
     for k in range(count):
         source, to = np.uintp(chosen[k]) * np.uintp(width), np.uintp(places[k]) * np.uintp(stride)
         for j in range(dim):

@@ -18,9 +18,9 @@ import numpy as np
 
 from cnr_codecs.kernels.building.compiled import helper, kernel
 from cnr_codecs.kernels.building.instructions import bits_of, float_of
+from cnr_codecs.kernels.decode import choose
 from cnr_codecs.kernels.pack import codes_apart, unpack_block
 from cnr_codecs.kernels.scratch import Scratch, for_thread, zeros
-from cnr_codecs.kernels.validate import valid_halves
 
 # Codes and rows of a block: what is decoded from them stays in the cache.
 _BLOCK_CODES, _BLOCK_ROWS = 1 << 13, 1 << 9
@@ -35,39 +35,6 @@ def scratch_for(dim: int, bits: int) -> Scratch:
     read.flags.writeable = False
     scale, offset = zeros(rows, np.float32), zeros(rows, np.float32)
     return codes, read, scale, offset, zeros(rows, np.int64), zeros(rows, np.int64)
-
-
-@helper
-def _choose(
-    rows: Any, start: int, first: int, last: int, first_row: int, need: Any, chosen: Any, places: Any
-) -> int:
-    """List the wanted rows among the segment's rows `first` to `last`, clear their marks, and return their count.
-
-    `chosen` gets their numbers, counted from `first`, and `places` their rows of the output.
-    """
-    place = (np.int64(rows[first - start]) if rows.size else first) - first_row
-    end = (np.int64(rows[last - 1 - start]) if rows.size else last - 1) - first_row
-    if place >= 0 and end < need.size and end - place == last - 1 - first:
-        marked = 0
-        for k in range(last - first):
-            marked += need[place + k] != 0
-        if marked == last - first:
-            for k in range(last - first):
-                need[place + k] = 0
-                chosen[k] = k
-                places[k] = place + k
-            return marked
-    count = 0
-    for i in range(first, last):
-        to = (np.int64(rows[i - start]) if rows.size else i) - first_row
-        if 0 <= to < need.size:
-            # There is no branch on the mark: at random marks it would cost more than the row.
-            chosen[count] = i - first
-            places[count] = to
-            count += need[to] != 0
-    for k in range(count):
-        need[places[k]] = 0
-    return count
 
 
 @helper
@@ -120,6 +87,19 @@ def _widen(halves: Any, line: int, first: int, count: int, out: Any) -> None:
         small = np.float32(np.int32(size)) * np.float32(2.0**-24)
         value = normal if size >= np.uint32(0x400) else small
         out[k] = value if half < np.uint32(0x8000) else -value
+
+
+@helper
+def _valid_halves(bits: Any) -> Any:
+    """Whether float16s, `bits` (uint16 (1 or 2, n)), are all finite, and none of the first row, of scales, negative."""
+    worst = np.uint16(0)
+    for k in range(bits.shape[1]):
+        # As integers, negative and non-finite numbers are the greatest.
+        worst = bits[0, k] if bits[0, k] > worst else worst
+    for k in range(bits.shape[1] if len(bits) > 1 else 0):
+        size = bits[1, k] & np.uint16(0x7FFF)
+        worst = size if size > worst else worst
+    return worst < np.uint16(0x7C00)
 
 
 @helper
@@ -178,7 +158,7 @@ def _round_float16(wide: Any, count: int, dim: int, flat: Any, places: Any, stri
 def decode_all(packed: Any, halves: Any, bits: int, dim: int, apart: int, flat: Any, scratch: Any) -> bool:
     """Write all rows of a segment to `flat` (float32). Return False, and write none, if a parameter is not valid."""
     codes, read, scale, offset, _, _ = scratch
-    if not valid_halves(halves):
+    if not _valid_halves(halves):
         return False
     count, width = halves.shape[1], (dim * bits + 7) // 8
     for first in range(0, count, scale.size):
@@ -216,7 +196,7 @@ def decode_float32(
     width, written = (dim * bits + 7) // 8, 0
     for first in range(start, stop, scale.size):
         last = first + scale.size if first + scale.size < stop else stop
-        count = _choose(rows, start, first, last, first_row, need, chosen, places)
+        count = choose(rows, start, first, last, first_row, need, chosen, places)
         if count == 0:
             continue
         written += count
@@ -229,10 +209,7 @@ def decode_float32(
                 row, held = (chosen[k], 1) if alone else (0, last - first)
                 unpack_block(packed, at + row * width, held, dim, bits, codes, k * apart)
             source, at = read, 0
-        if count == last - first and stride == dim and places[count - 1] - places[0] == count - 1:
-            _dequantize(source, at, apart, scale, offset, count, dim, flat, places[0] * stride)
-        else:
-            _scatter(source, at, apart, alone, scale, offset, chosen, count, dim, flat, places, stride)
+        _scatter(source, at, apart, alone, scale, offset, chosen, count, dim, flat, places, stride)
         if to_bfloat16:
             _round_bfloat16(flat, places, count, dim, stride)
     return written
@@ -262,7 +239,7 @@ def decode_float16(
     width, written = (dim * bits + 7) // 8, 0
     for first in range(start, stop, scale.size):
         last = first + scale.size if first + scale.size < stop else stop
-        count = _choose(rows, start, first, last, first_row, need, chosen, places)
+        count = choose(rows, start, first, last, first_row, need, chosen, places)
         if count == 0:
             continue
         written += count

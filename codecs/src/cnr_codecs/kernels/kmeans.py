@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.building.compiled import helper, kernel, merged
+from cnr_codecs.kernels.building.compiled import helper, kernel
 from cnr_codecs.kernels.pack import pack_block
-
-# Functions that a loop calls for every value are always inlined: a call would count references to its arrays.
 
 # Pieces that a set is cut into, for each cluster that they are merged to.
 PIECES = 3
@@ -71,7 +69,7 @@ def _cut_pieces(z: Any, size: int, count: int, pieces: Any) -> None:
     pieces[piece : count + 1] = size
 
 
-@merged
+@helper
 def _merge_cost(z: Any, total: Any, first: int, middle: int, end: int) -> Any:
     """Return what merging two adjacent pieces adds to the squared error: 0 if one is empty or all are equal."""
     left = np.float64(middle - first)
@@ -145,7 +143,7 @@ def _lloyd(z: Any, total: Any, size: int, iterations: int, mean: Any, cuts: Any)
             return
 
 
-@merged
+@helper
 def _error(z: Any, total: Any, squares: Any, shares: Any, first: int, end: int) -> Any:
     """Return the squared error of values `first` to end - 1 about their mean. Rounding never makes it negative."""
     if z[first] == z[end - 1]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.building.compiled import helper, routine
+from cnr_codecs.kernels.building.compiled import helper
 
 _ZERO, _ONE, _TWO, _THREE, _SEVEN, _EIGHT, _BYTE = (np.uintp(n) for n in (0, 1, 2, 3, 7, 8, 0xFF))
 
@@ -18,44 +18,6 @@ def codes_apart(dim: int, bits: int) -> int:
 
 
 @helper
-def _pack_row(codes: Any, first: Any, dim: Any, bits: Any, out: Any, to: Any) -> None:
-    # Eight codes fill `bits` whole bytes.
-    groups = dim >> _THREE
-    for group in range(groups):
-        start, place = first + (group << _THREE), to + group * bits
-        word = _ZERO
-        for k in range(_EIGHT):
-            word |= np.uintp(codes[start + k]) << (bits * k)
-        for k in range(bits):
-            out[place + k] = np.uint8((word >> (k << _THREE)) & _BYTE)
-    word = _ZERO
-    for k in range(groups << _THREE, dim):
-        word |= np.uintp(codes[first + k]) << (bits * (k & _SEVEN))
-    for k in range(groups * bits, (dim * bits + _SEVEN) >> _THREE):
-        out[to + k] = np.uint8(word & _BYTE)
-        word >>= _EIGHT
-
-
-@helper
-def _unpack_row(packed: Any, first: Any, dim: Any, bits: Any, codes: Any, to: Any) -> None:
-    mask, groups = (_ONE << bits) - _ONE, dim >> _THREE
-    for group in range(groups):
-        start, place = to + (group << _THREE), first + group * bits
-        word = _ZERO
-        for k in range(bits):
-            word |= np.uintp(packed[place + k]) << (k << _THREE)
-        for k in range(_EIGHT):
-            codes[start + k] = np.uint8((word >> (bits * k)) & mask)
-    word, shift = _ZERO, _ZERO
-    for k in range(groups * bits, (dim * bits + _SEVEN) >> _THREE):
-        word |= np.uintp(packed[first + k]) << shift
-        shift += _EIGHT
-    for k in range(groups << _THREE, dim):
-        codes[to + k] = np.uint8(word & mask)
-        word >>= bits
-
-
-@routine
 def pack_block(codes: Any, count: int, dim: int, bits: int, out: Any, to: int) -> None:
     """Pack `count` rows of `dim` codes (uint8), `codes_apart`, to out[to:] (uint8, flat).
 
@@ -76,12 +38,26 @@ def pack_block(codes: Any, count: int, dim: int, bits: int, out: Any, to: int) -
     else:
         # Where no row ends within a byte, all rows are one.
         length = np.uintp(dim) if width * _EIGHT > np.uintp(dim * bits) else np.uintp(count * dim)
+        size, groups = np.uintp(bits), length >> _THREE
         for first in range(_ZERO, np.uintp(count * dim), length):
-            _pack_row(codes, first, length, np.uintp(bits), out, target)
+            # Eight codes fill `bits` whole bytes.
+            for group in range(groups):
+                start, place = first + (group << _THREE), target + group * size
+                word = _ZERO
+                for k in range(_EIGHT):
+                    word |= np.uintp(codes[start + k]) << (size * k)
+                for k in range(size):
+                    out[place + k] = np.uint8((word >> (k << _THREE)) & _BYTE)
+            word = _ZERO
+            for k in range(groups << _THREE, length):
+                word |= np.uintp(codes[first + k]) << (size * (k & _SEVEN))
+            for k in range(groups * size, (length * size + _SEVEN) >> _THREE):
+                out[target + k] = np.uint8(word & _BYTE)
+                word >>= _EIGHT
             target += width
 
 
-@routine
+@helper
 def unpack_block(packed: Any, first: int, count: int, dim: int, bits: int, codes: Any, to: int) -> None:
     """Unpack `count` rows, from packed[first:] (uint8, flat), to `codes` from codes[to:] on, `codes_apart`."""
     start, target = np.uintp(first), np.uintp(to)
@@ -100,6 +76,21 @@ def unpack_block(packed: Any, first: int, count: int, dim: int, bits: int, codes
             codes[place + _THREE] = byte >> np.uint8(6)
     else:
         length = np.uintp(dim) if width * _EIGHT > np.uintp(dim * bits) else np.uintp(count * dim)
-        for row in range(_ZERO, np.uintp(count * dim), length):
-            _unpack_row(packed, start, length, np.uintp(bits), codes, target + row)
+        size, groups = np.uintp(bits), length >> _THREE
+        mask = (_ONE << size) - _ONE
+        for row in range(target, target + np.uintp(count * dim), length):
+            for group in range(groups):
+                place, source = row + (group << _THREE), start + group * size
+                word = _ZERO
+                for k in range(size):
+                    word |= np.uintp(packed[source + k]) << (k << _THREE)
+                for k in range(_EIGHT):
+                    codes[place + k] = np.uint8((word >> (size * k)) & mask)
+            word, shift = _ZERO, _ZERO
+            for k in range(groups * size, (length * size + _SEVEN) >> _THREE):
+                word |= np.uintp(packed[start + k]) << shift
+                shift += _EIGHT
+            for k in range(groups << _THREE, length):
+                codes[row + k] = np.uint8(word & mask)
+                word >>= size
             start += width

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.building.compiled import helper, routine
+from cnr_codecs.kernels.building.compiled import helper
 from cnr_codecs.kernels.building.instructions import bits_of, float_of
 
 LANES = 64
@@ -122,7 +122,7 @@ def _widen_parameters(work: Any, levels: float, overflow: float) -> None:
         work[KIND + k] = FLOAT16 if served else (FLOAT32 if fits else 0.0)
 
 
-@routine
+@helper
 def asymmetric_parameters(work: Any, levels: float, overflow: float) -> None:
     """Compute SCALE, OFFSET and KIND of the ranges LOW to HIGH."""
     held = 0
@@ -144,7 +144,7 @@ def asymmetric_parameters(work: Any, levels: float, overflow: float) -> None:
         _widen_parameters(work, levels, overflow)
 
 
-@routine
+@helper
 def fitted_parameters(work: Any, levels: float, overflow: float) -> None:
     """Round the lines FIT_SCALE, FIT_OFFSET of the rows that have one, and leave their kind in FITTED."""
     for k in range(LANES):
@@ -161,7 +161,7 @@ def fitted_parameters(work: Any, levels: float, overflow: float) -> None:
         work[FITTED + k] = (FLOAT16 if fits16 else FLOAT32) if fitted else 0.0
 
 
-@routine
+@helper
 def symmetric_parameters(work: Any, levels: float, overflow: float) -> None:
     """Compute SCALE, twice the half step, OFFSET, -levels times it, and KIND of rows between LOW and HIGH."""
     for k in range(LANES):

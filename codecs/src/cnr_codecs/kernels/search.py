@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.kernels.building.compiled import helper, kernel, routine
+from cnr_codecs.kernels.building.compiled import helper, kernel
 from cnr_codecs.kernels.windows import CUT, NEIGHBOURS, NORMAL_SHARES, RANGE_SHARES, REFITS
 
 LANES = 64
@@ -58,27 +58,6 @@ def work_size(dim: int) -> int:
 
 
 @helper
-def _propose_from_best(work: Any) -> None:
-    for k in range(_LANES):
-        work[_FROM_AT + k] = work[CENTRE + k]
-        work[_FROM_STEP + k] = work[BEST_STEP + k]
-
-
-@helper
-def _map_columns(dim: int, low: Any, factor: Any, half: Any, work: Any) -> None:
-    """Map the columns to [-half, half], and compute the sums of the rows."""
-    for j in range(np.uintp(dim)):
-        line = _COLUMNS + j * _LANES
-        for k in range(_LANES):
-            work[line + k] = (work[line + k] - low[k]) * factor[k] - half
-    for k in range(_LANES):
-        work[_Z + k] = _ZERO
-    for j in range(np.uintp(dim)):
-        for k in range(_LANES):
-            work[_Z + k] += work[_COLUMNS + j * _LANES + k]
-
-
-@routine
 def put_columns(values: Any, first: int, count: int, dim: int, work: Any) -> None:
     """Fill in the columns of `count` rows of `values` (flat), from row `first` on, one a line."""
     start, width = np.uintp(first * dim), np.uintp(dim)
@@ -116,13 +95,22 @@ def _propose_from_moments(dim: int, work: Any) -> None:
 
 
 @helper
-def _sum_codes(dim: int, half: Any, work: Any) -> None:
-    """Sum the codes q, counted from the middle one, their squares, and q times the values."""
-    top = half + half
+def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> None:
+    """Try the windows that are shifted by `shift` steps and have `share` of the step.
+
+    A window gives its row codes. The line of least squares through them is kept if it explains more of the row than
+    the best line before.
+    """
+    n, top = np.float32(dim), half + half
     for k in range(_LANES):
+        at = work[_FROM_AT + k] + shift * work[_FROM_STEP + k]
+        gain = _ONE / (work[_FROM_STEP + k] * share)
+        work[_GAIN + k] = gain
+        work[_SHIFT + k] = half - at * gain
         work[_Q + k] = _ZERO
         work[_QQ + k] = _ZERO
         work[_QZ + k] = _ZERO
+    # The sums of codes q, counted from the middle one, of their squares, and of q times the values.
     for j in range(np.uintp(dim)):
         line = _COLUMNS + j * _LANES
         for k in range(_LANES):
@@ -134,22 +122,6 @@ def _sum_codes(dim: int, half: Any, work: Any) -> None:
             work[_Q + k] += q
             work[_QQ + k] += q * q
             work[_QZ + k] += q * z
-
-
-@helper
-def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> None:
-    """Try the windows that are shifted by `shift` steps and have `share` of the step.
-
-    A window gives its row codes. The line of least squares through them is kept if it explains more of the row than
-    the best line before.
-    """
-    n = np.float32(dim)
-    for k in range(_LANES):
-        at = work[_FROM_AT + k] + shift * work[_FROM_STEP + k]
-        gain = _ONE / (work[_FROM_STEP + k] * share)
-        work[_GAIN + k] = gain
-        work[_SHIFT + k] = half - at * gain
-    _sum_codes(dim, half, work)
     for k in range(_LANES):
         q = work[_Q + k]
         z = work[_Z + k]
@@ -164,18 +136,27 @@ def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> 
         work[CENTRE + k] = (z - step * q) / n if better else work[CENTRE + k]
 
 
-@routine
+@helper
 def search_columns(dim: int, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
-    """Find the best windows of the rows of `put_columns`, as `search` does. The columns are mapped by it."""
+    """Find the best windows of the rows of `put_columns`, as `search` does. This maps the columns."""
     half = np.float32(levels) * _HALF
-    _map_columns(dim, low, factor, half, work)
     for k in range(_LANES):
+        work[_Z + k] = _ZERO
         work[EXPLAINED + k] = _ZERO
         work[CENTRE + k] = _ZERO
         work[BEST_STEP + k] = _ONE
+    # The columns are mapped to [-half, half], and the values of each row are summed.
+    for j in range(np.uintp(dim)):
+        line = _COLUMNS + j * _LANES
+        for k in range(_LANES):
+            z = (work[line + k] - low[k]) * factor[k] - half
+            work[line + k] = z
+            work[_Z + k] += z
     for trial in range(_TRIALS.shape[0]):
         if _TRIALS[trial, _FROM] == _FROM_BEST:
-            _propose_from_best(work)
+            for k in range(_LANES):
+                work[_FROM_AT + k] = work[CENTRE + k]
+                work[_FROM_STEP + k] = work[BEST_STEP + k]
         elif _TRIALS[trial, _FROM] == _FROM_MOMENTS:
             _propose_from_moments(dim, work)
         shift = _TRIALS[trial, _BY] * (half if _TRIALS[trial, _BY_HALVES] > _ZERO else _ONE)
@@ -183,7 +164,7 @@ def search_columns(dim: int, low: Any, factor: Any, levels: int, normal_step: An
         _offer_neighbour(shift, share, dim, half, work)
 
 
-@routine
+@helper
 def squared_errors(
     lines: Any, scale: int, offset: int, factor: Any, levels: int, dim: int, work: Any, error: int
 ) -> None:

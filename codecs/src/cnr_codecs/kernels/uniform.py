@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.building.compiled import helper, kernel, routine
+from cnr_codecs.kernels.building.compiled import helper, kernel
 from cnr_codecs.kernels.building.instructions import bits_of, float_of, prefetch
 from cnr_codecs.kernels.pack import codes_apart, pack_block
 from cnr_codecs.kernels.parameters import (
@@ -88,15 +88,6 @@ def _row_extremes(values: Any, first: int, count: int, dim: int, low: Any, high:
 
 
 @helper
-def _factors(low: Any, high: Any, levels: Any, factor: Any) -> None:
-    """Compute what maps a row's range to its levels, or 0 where no float32 does: the search then finds nothing."""
-    for k in range(LANES):
-        span = high[k] - low[k]
-        gain = levels / span
-        factor[k] = gain if (span < np.inf) & (gain < np.inf) else np.float32(0)
-
-
-@helper
 def _lines(found: Any, factor: Any, half: float, work: Any) -> None:
     """Convert the windows that the search found to lines in the rows' own units."""
     for k in range(LANES):
@@ -148,7 +139,7 @@ def _float16_bits(values: Any, first: int, last: int, halves: Any, line: int) ->
         halves[line, k] = np.uint16(half | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
 
 
-@routine
+@helper
 def _finish(values: Any, first: int, last: int, dim: int, bits: int, work: Any, codes: Any, out: Any) -> int:
     """Write the parameters of the rows `first` to `last`, and their packed codes, to `out`.
 
@@ -247,7 +238,10 @@ def encode_searched(
         for k in range(LANES):
             work[LOW + k] = low[k]
             work[HIGH + k] = high[k]
-        _factors(low, high, np.float32(levels), factor)
+            # What maps the row's range to its levels, or 0 where no float32 does: the search then finds nothing.
+            span = high[k] - low[k]
+            gain = np.float32(levels) / span
+            factor[k] = gain if (span < np.inf) & (gain < np.inf) else np.float32(0)
         put_columns(values, first, last - first, dim, columns)
         search_columns(dim, low, factor, levels, normal_step, columns)
         _lines(columns, factor, top * 0.5, work)

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element
 from cnr_codecs.entropy.lines import CodedLines
 from cnr_codecs.errors import PayloadError, UnsupportedPayloadError
-from cnr_codecs.kernels.validate import valid_floats, valid_halves
 from cnr_codecs.payload.coded import FLOOR, CodedRows, FloatingGrid
 from cnr_codecs.payload.head import (
     DEFAULT_MAX_DECODED_BYTES,
@@ -44,6 +43,8 @@ from cnr_codecs.payload.rowset import validate_disjoint
 
 # Scales have at most 16 significant bits, so that scale * code is exact: the lower 8 of a float32's 24 are zero.
 SCALE_SPARE_BITS = np.uint32(0xFF)
+# Of a float16's bits, those that are looked at in scales and in offsets; infinity is the least that is not finite.
+_SIGNS, _INFINITE = np.array([[0xFFFF], [0x7FFF]], np.uint16), 0x7C00
 # A code has 16 bits, so that step * code is exact as well.
 STEP_BITS = 8
 MIN_STEP, MAX_STEP = 2.0**-100, 2.0**100
@@ -198,12 +199,12 @@ def _validate_values(segment: Segment, element: Element, where: str) -> None:
 
 
 def _valid_parameters(segment: Segment) -> bool:
-    """Whether one fast pass finds the segment's parameters valid. Codebooks have no such pass."""
-    if segment.scheme not in PARAMETERS_PER_ROW:
+    """Whether one fast pass finds the segment's parameters valid: there is one for float16 scales and offsets."""
+    if segment.scheme not in PARAMETERS_PER_ROW or segment.parameter_type is not ParameterType.FLOAT16:
         return False
-    if segment.parameter_type is ParameterType.FLOAT16:
-        return bool(valid_halves(segment.parameters.view(np.uint16)))
-    return bool(valid_floats(segment.parameters.view(np.uint32), _largest_scale(segment)))
+    # As integers, negative and non-finite scales are the greatest.
+    signs = _SIGNS[: len(segment.parameters)]
+    return bool((segment.parameters.view(np.uint16) & signs).max(initial=0) < _INFINITE)
 
 
 def _largest_scale(segment: Segment) -> float:

@@ -1,1 +1,1 @@
-"""How kernels are built: what compiles them, merges their helpers, and gives them instructions of the processor."""
+"""How kernels are built: what compiles them, and gives them instructions of the processor."""

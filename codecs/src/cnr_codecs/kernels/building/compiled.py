@@ -2,7 +2,8 @@
 
 What costs time: each function, each layout of arrays that it is called with, and whatever makes, views or slices an
 array or may raise an error with a text. So kernels get their arrays from their callers, flat and contiguous, and
-scratch memory too. Functions that only kernels call get no way in from Python. Neither checks divisors for 0.
+scratch memory too. Functions that only kernels call get no way in from Python: they are compiled by themselves, and
+once more in each kernel, so there are few. Neither checks divisors for 0.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache
 
-from cnr_codecs.kernels.building.merging import merged as merged_helpers
-
 log = logging.getLogger("cnr_codecs")
 _folders: set[Path] = set()
-_helpers: list[Any] = []
-_njit: Any = partial(njit, nogil=True, error_model="numpy")
-_part = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_njit: Any = partial(njit, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
+helper: Any = _njit(no_cpython_wrapper=True)
+"""A part of kernels. Python must not call it."""
 
 
 class _Cache(FunctionCache):
@@ -58,33 +57,13 @@ class _Cache(FunctionCache):
 
 def kernel(function: Callable[..., Any]) -> Any:
     """A loop that Python calls. What it is compiled to is kept on disk, where there is a place for it."""
-    compiled = _njit(no_cfunc_wrapper=True)(merged_helpers(function, _is_helper))
+    compiled = _njit(function)
     # Without a folder that can be written, numba's own `cache=True` raises an error as the module is imported.
     with suppress(RuntimeError):
         cache: Any = _Cache(compiled.py_func)  # type: ignore[no-untyped-call]  # numba types a part of itself
         compiled._cache = cache
         _folders.add(Path(cache.cache_path))
     return compiled
-
-
-def _is_helper(value: object) -> bool:
-    return any(value is each for each in _helpers)
-
-
-def helper(function: Callable[..., Any]) -> Any:
-    """A part of kernels, and merged into them. Python must not call it."""
-    made = _part(function)
-    _helpers.append(made)
-    return made
-
-
-merged: Any = _njit(inline="always")
-"""A part that is compiled as if it stood in what calls it: for what a loop calls for every value. It takes longer."""
-
-
-def routine(function: Callable[..., Any]) -> Any:
-    """A part of kernels that is compiled by itself, with its helpers: what numba does with a function grows faster."""
-    return _part(merged_helpers(function, _is_helper))
 
 
 def cache_folders() -> list[Path]:
