@@ -12,7 +12,7 @@ from functools import partial
 import hypothesis
 import pytest
 
-from tests.nightly import sample
+from tests.nightly import TODAY, sample
 from tests.paths import SHARED_MEMORY
 from tests.s3_proxy import SpoiledOptions, spoiling
 from tests.s3_server import NoServerError, S3Server, serving
@@ -34,6 +34,10 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    return f"CNR_DAY={TODAY} chooses what sweeps try"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterable
+from datetime import date
 from typing import Any, TypeVar
 
 import pytest
@@ -15,6 +16,9 @@ FACTOR = int(os.environ.get("CNR_NIGHTLY_FACTOR", "1"))
 
 
 NIGHT = FACTOR > 1
+
+TODAY = int(os.environ.setdefault("CNR_DAY", str(date.today().toordinal())))
+"""Chooses what a sweep tries by day: all processes of a run choose alike, and one of another day can be run again."""
 
 
 def histories(usual: int) -> int:
@@ -38,3 +42,11 @@ def sample(whole: Iterable[Item], usual: int) -> list[Item]:
     if NIGHT or len(found) <= usual:
         return found
     return [found[number * (len(found) - 1) // max(usual - 1, 1)] for number in range(usual)]
+
+
+def of_today(whole: Iterable[Item], usual: int) -> list[Item]:
+    """So many, evenly spread, and on each day others; at night all of them."""
+    found = list(whole)
+    if NIGHT or len(found) <= usual:
+        return found
+    return [found[(number * len(found) // usual + TODAY) % len(found)] for number in range(usual)]

@@ -20,7 +20,7 @@ from cnr_backends import BackendError
 from cnr_store import Checkpointer, CheckpointError, VersionInfo
 from cnr_store.maintenance.verification.report import VerifyReport
 from cnr_store.maintenance.verification.verify import verify
-from tests.nightly import NIGHT, sample
+from tests.nightly import NIGHT, TODAY, of_today
 from tests.test_store.chains.test_relative import RELATIVE
 
 pytestmark = pytest.mark.slow
@@ -93,13 +93,13 @@ class Damaged:
         return {key: data for key, data in self.objects().items() if "folds/" in key or "/c/" in key}
 
     def in_turn(self, turn: int) -> dict[str, bytes]:
-        """Of what is to be damaged each object of one of the versions, a turn's own; at night of all."""
+        """Of what is to be damaged each object of one of the versions, a turn's own and the day's; at night of all."""
         alike: dict[str, list[str]] = {}
         found = self.to_damage()
         for key in found:
             room, _, rest = key.partition("/")
             alike.setdefault(f"{room} {rest.partition('/')[2] or rest}", []).append(key)
-        chosen = found if NIGHT else [keys[turn % len(keys)] for keys in alike.values()]
+        chosen = found if NIGHT else [keys[(turn + TODAY) % len(keys)] for keys in alike.values()]
         return {key: found[key] for key in chosen}
 
     @contextmanager
@@ -248,7 +248,7 @@ def test_swapped_objects(damaged: Damaged) -> None:
     for older, newer in zip(damaged.infos, damaged.infos[1:], strict=False):
         others = ((key, key.replace(older.id, newer.id)) for key in objects if older.id in key)
         pairs += [(key, other) for key, other in others if other in objects]
-    for left, right in sample(pairs, 24):
+    for left, right in of_today(pairs, 12):
         if objects[left] == objects[right]:
             continue
         with damaged.holding({left: objects[right], right: objects[left]}):

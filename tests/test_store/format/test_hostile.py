@@ -19,6 +19,7 @@ from torch import nn
 import cnr_store
 from cnr_store import CorruptionError
 from cnr_store.format.stored_paths import escape
+from tests.nightly import of_today
 from tests.test_store.format.wrong_values import NO_LIST, NO_MEMBER, NO_NUMBER, NO_OBJECT, NO_SHAPE, Forge
 from tests.test_store.support.tampering import (
     ABSENT,
@@ -94,7 +95,7 @@ NO_RANKS: list[Any] = [
     ],
 )
 def test_fields_of_the_record(forge: Forge, exact: dict[str, Json], field: str, values: list[Json]) -> None:
-    for value in values:
+    for value in of_today(values, 3):
         forgery = forge()
         put(forgery.cnr, field, value)
         refused(forgery, exact, value)
@@ -123,7 +124,7 @@ def test_numbers_that_overflow(forge: Forge, exact: dict[str, Json], field: str)
     ],
 )
 def test_fields_of_an_array(forge: Forge, exact: dict[str, Json], field: str, values: list[Json]) -> None:
-    for value in values:
+    for value in of_today(values, 3):
         forgery = forge()
         put(forgery.entry(WEIGHT), field, value)
         refused(forgery, exact, value)
@@ -208,7 +209,7 @@ def test_consolidated_metadata(forge: Forge, exact: dict[str, Json], value: Json
 def test_metadata_of_arrays(
     forge: Forge, exact: dict[str, Json], path: str, field: str, values: list[Json]
 ) -> None:
-    for value in values:
+    for value in of_today(values, 3):
         forgery = forge()
         put(forgery.nodes[path], field, value)
         refused(forgery, exact, value)

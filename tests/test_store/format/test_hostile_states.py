@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cnr_store.training.model.rng_state import check_rng_state, rng_state
+from tests.nightly import of_today
 from tests.test_store.format.wrong_values import NO_LIST, NO_OBJECT, Forge
 from tests.test_store.support.tampering import (
     ABSENT,
@@ -80,7 +81,7 @@ def test_a_large_array_that_a_state_refers_to_again_and_again(forge: Forge, exac
     ],
 )
 def test_trees_of_optimizers(forge: Forge, exact: dict[str, Json], field: str, values: list[Json]) -> None:
-    for value in values:
+    for value in of_today(values, 3):
         forgery = forge()
         put(forgery.tree, field, value)
         refused(forgery, exact, value, ["load"])
@@ -100,7 +101,7 @@ def test_slots_that_do_not_follow_rows(
 
 def test_generators_that_stand_outside_their_memory(forge: Forge, exact: dict[str, Json]) -> None:
     drawn = random.getstate()
-    for name, rng in spoiled_generators(forge().state["rng"]):
+    for name, rng in of_today(spoiled_generators(forge().state["rng"]), 12):
         forgery = forge()
         forgery.state["rng"] = rng
         found = refused(forgery, exact, name, ["load"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_codecs import LosslessRows, RowCodec, UniformRows
@@ -19,6 +19,7 @@ from cnr_store.format.grid import Grid, choose_grid, count_blocks
 from cnr_store.format.manifest import Manifest, Part, decode_manifest, encode_manifest
 from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.format.record_document import decode_record, encode_record, encode_void
+from tests.nightly import histories
 
 VERSION = "000003-0123abcd.00000042"
 BASE = "000003-0123abcd.00000041"
@@ -42,7 +43,6 @@ RECORD = Record(
     state_sha256="1" * 64,
     metadata={"digest": "0" * 64},
 )
-
 
 GRID = Grid(10, 4, 8, 4, 16, 4)
 LISTED = replace(
@@ -161,6 +161,7 @@ parts = st.dictionaries(
 )
 
 
+@settings(max_examples=histories(100))
 @given(st.dictionaries(st.text(min_size=1, max_size=20), parts, max_size=4))
 def test_manifest_round_trip(arrays: dict[str, dict[int, Part]]) -> None:
     manifest = Manifest(VERSION, arrays)

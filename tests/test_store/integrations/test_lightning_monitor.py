@@ -128,6 +128,7 @@ def test_validations_that_never_come_hold_up_no_save(tmp_path: Path) -> None:
     assert steps == list(range(2, EPOCHS * BATCHES + 1))
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("stop", [5, 6, 13, 21])
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_fit_goes_on_behind_the_validation(tmp_path: Path, stop: int, averaged: bool) -> None:

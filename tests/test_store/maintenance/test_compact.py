@@ -141,6 +141,7 @@ def test_a_fold_reads_the_same_bit_for_bit(url: str, name: str) -> None:
         np.testing.assert_array_equal(array[5:600], expected["full.weight"][5:600])
 
 
+@pytest.mark.some_by_day(6)
 @pytest.mark.parametrize("name", CODECS)
 def test_plain_zarr_reads_the_arrays_of_a_fold(url: str, name: str) -> None:
     expected = history(url, CODECS[name])[-1]

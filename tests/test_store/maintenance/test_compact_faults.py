@@ -21,7 +21,7 @@ from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, CheckpointError, compact
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import layout
-from tests.nightly import NIGHT, sample
+from tests.nightly import NIGHT, of_today
 from tests.s3_server import S3Server
 from tests.test_store.chains.test_relative import RELATIVE
 from tests.test_store.support import folding_process
@@ -223,7 +223,7 @@ def test_killed_at_every_operation(folders: Folders, stored: tuple[Objects, Arra
     objects, expected = stored
     with quick_folder() as root:
         names = operations(root, objects)
-        for number in sample(range(len(names)), 24):
+        for number in of_today(range(len(names)), 10):
             backend = filled(root, objects)
             assert folders.wait(folders.start(backend.url, number)) == "killed"
             folded = reads(backend, expected)
@@ -234,7 +234,7 @@ def test_killed_at_every_operation(folders: Folders, stored: tuple[Objects, Arra
 def test_processes_that_fold_at_once(folders: Folders, stored: tuple[Objects, Arrays]) -> None:
     objects, expected = stored
     with quick_folder() as root:
-        for _ in range(8):
+        for _ in range(4):
             backend = filled(root, objects)
             children = [folders.start(backend.url) for _ in range(3)]
             outcomes = sorted(folders.wait(child) for child in children)

@@ -18,7 +18,7 @@ from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import chain
 from cnr_store.format.layout import VersionId, version_key
-from tests.nightly import NIGHT, sample
+from tests.nightly import NIGHT, of_today
 from tests.s3_server import S3Server
 from tests.test_store.support.faults import fault_at, forget, to_strike
 from tests.test_store.support.places import quick_folder
@@ -211,7 +211,7 @@ def test_storage_is_down_from_every_operation_on(prepared: Prepared, root: str, 
 @pytest.mark.slow
 def test_process_killed_at_every_operation(prepared: Prepared, jobs: Jobs) -> None:
     with quick_folder() as root:
-        for number in sample(range(len(operations(prepared, f"{root}/count"))), 24):
+        for number in of_today(range(len(operations(prepared, f"{root}/count"))), 10):
             backend = prepared.copy(f"{root}/{number}")
             _, how = jobs.run("collect", f"{root}/{number}", keep_last=2, at=number, signal="SIGKILL")
             prepared.check(backend)

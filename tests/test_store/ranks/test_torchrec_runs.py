@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.nightly import NIGHT
+from tests.nightly import NIGHT, TODAY
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 from tests.test_store.support.same_arrays import assert_same_arrays
 
 LIFE = "tests.test_store.ranks.support.torchrec_life:life"
 STEPS = 6
 LAST_STEPS = 50 if NIGHT else 12
+RUNS = [(2, "rtcd"), (3, "tcrd"), (1, "ccrd"), (4, "qrtd")]
+"""How many ranks and which shardings; by day one of the first three is killed, on each day another."""
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="needs TorchRec"),
@@ -53,7 +55,7 @@ def test_a_killed_run_goes_on_over_ranks_and_shardings(tmp_path: Path) -> None:
     folder.mkdir()
     alone.mkdir()
     last = 0
-    for world, sharding in ((2, "rtcd"), (3, "tcrd"), (1, "ccrd"), (4, "qrtd")):
+    for world, sharding in RUNS if NIGHT else (RUNS[TODAY % 3], RUNS[-1]):
         before, dies = last, world != 4
         last += STEPS if dies else LAST_STEPS
         run(folder, world, sharding, "EXACT_ADAGRAD", last, dies)

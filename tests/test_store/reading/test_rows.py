@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_store
 from cnr_store.errors import OptionError
+from tests.nightly import histories
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
+@settings(max_examples=histories(100))
 @given(ids=st.lists(st.integers(0, 2999), max_size=40), step=st.integers(1, 3))
 def test_rows_are_those_of_the_whole_table(store: str, ids: list[int], step: int) -> None:
     whole = cnr_store.state_dict(store, step)["users.weight"]

@@ -135,7 +135,7 @@ def leant_on(catalog: Catalog, version: str) -> set[str]:
     return {link.version for path in paths for link in array_reader.ArrayReader(catalog, record, path).links}
 
 
-@pytest.mark.some_by_day(3)
+@pytest.mark.some_by_day(2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("policy", FORETOLD)

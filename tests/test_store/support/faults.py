@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cnr_backends.testing.faulty import Decide, Fault
-from tests.nightly import NIGHT
+from tests.nightly import NIGHT, of_today
 
 _RECORD = re.compile(r"versions/[0-9]{6}-[0-9a-f]{8}\.[0-9]{8}/zarr\.json")
 _CHANGES = ("put", "create", "delete")
@@ -93,7 +93,7 @@ def fault_at(number: int, kind: Fault, then: Fault = None) -> Decide:
 
 
 def to_strike(log: Sequence[tuple[str, str]]) -> list[int]:
-    """Which operations of a log to strike: the first and the last of each sort; at night all.
+    """Which operations of a log to strike: one of each sort, on each day another; at night all.
 
     Of one sort are those of one name on objects of one room and of one name but for its numbers.
     """
@@ -103,7 +103,7 @@ def to_strike(log: Sequence[tuple[str, str]]) -> list[int]:
     for number, (operation, key) in enumerate(log):
         room, name = key.partition("/")[0], key.rpartition("/")[2]
         sorts.setdefault((operation, room, _NUMBERS.sub("", name)), []).append(number)
-    return sorted({number for found in sorts.values() for number in (found[0], found[-1])})
+    return sorted(number for found in sorts.values() for number in of_today(found, 1))
 
 
 class Weather:

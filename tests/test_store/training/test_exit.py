@@ -121,7 +121,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endings]:
     found.close()
 
 
-@pytest.mark.some_by_day(3)
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("how", _ENDINGS)
 def test_a_process_that_ends_finishes_its_save(endings: Endings, tmp_path: Path, how: str) -> None:
     ending, status = _ENDINGS[how]

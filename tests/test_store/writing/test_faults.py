@@ -83,7 +83,7 @@ def finish(job: Job) -> None:
     forget(job.backend.url)
 
 
-@pytest.mark.some_by_day(5)
+@pytest.mark.some_by_day(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("save", "workers"), [("first save", 1), ("first save", 2), ("delta", 1)])

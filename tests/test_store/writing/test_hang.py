@@ -17,7 +17,7 @@ from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, SaveError
-from tests.nightly import NIGHT
+from tests.nightly import NIGHT, TODAY
 from tests.test_store.support.faults import forget
 from tests.test_store.support.places import quick_folder
 from tests.test_store.support.processes import Jobs
@@ -90,7 +90,7 @@ def test_killed_at_every_operation_of_a_load_and_a_save(jobs: Jobs, folder: Path
         assert check_versions(store)[: len(there)] == there
         return True
 
-    beyond = next(number for number in itertools.count(0, STRIDE) if not dies_at(number))
+    beyond = next(number for number in itertools.count(TODAY % STRIDE, STRIDE) if not dies_at(number))
     end = next(number for number in itertools.count(beyond - STRIDE + 1) if not dies_at(number))
     # What comes after the commit closes the claim: it is looked at, and marked.
     assert committed_at <= {end - 2, end - 1}

@@ -90,7 +90,7 @@ def _is_dense(path: str) -> bool:
     return path.startswith("dense/")
 
 
-@pytest.mark.some_by_day(5)
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_zarr_reads_every_array(tmp_path: Path, policy: PolicyName, bits: int) -> None:
@@ -146,6 +146,7 @@ def _assert_state_dict(found: Arrays, everything: Arrays) -> None:
         _assert_same(found[name], values, name)
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("position", [0, 4])
 def test_xarray_opens_versions(tmp_path: Path, position: int) -> None:
     infos, oracle = _train(tmp_path, "consecutive", 4)

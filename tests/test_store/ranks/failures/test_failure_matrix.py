@@ -73,7 +73,7 @@ def commits(phase: str, victim: int) -> bool | None:
     return {"record": None, "commit": True, "outcome": True}.get(phase, False)
 
 
-@pytest.mark.some_by_day(3)
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(("phase", "victim", "how"), CELLS)
 def test_all_ranks_decide_alike(tmp_path: Path, phase: str, victim: int, how: str) -> None:
     url = str(tmp_path / "store")

@@ -109,7 +109,7 @@ def test_resuming_at_every_batch_without_workers(tmp_path: Path, kind: str) -> N
     check_every_position(tmp_path, MAKE[kind], 0)
 
 
-@pytest.mark.some_by_day(3)
+@pytest.mark.some_by_day(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "shuffled by a generator", "stream"])

@@ -168,6 +168,7 @@ def save_over(url: Path, ranks: list[Any], placements: list[Any]) -> str:
     return "saved"
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(
     ("ranks", "placements"), [([1, 0], [Shard(0)]), ([[0, 1], [3, 2]], [Replicate(), Shard(0)])]
 )

@@ -15,6 +15,7 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store.policies.policy import PolicyName
+from tests.nightly import NIGHT, TODAY
 
 ROWS = 3000
 
@@ -73,7 +74,7 @@ class _Overtaker:
 def test_a_fold_that_lands_while_its_version_is_loaded_makes_no_save_forget_a_row(
     tmp_path: Path, policy: PolicyName, remove: bool
 ) -> None:
-    at, loads = 0, 0
+    at, loads, stride = (0, 0, 1) if NIGHT else (TODAY % 2, 0, 2)
     while True:
         url = str(tmp_path / str(at))
         _history(url)
@@ -100,8 +101,8 @@ def test_a_fold_that_lands_while_its_version_is_loaded_makes_no_save_forget_a_ro
         if not overtaker.landed:
             assert at > 5
             break
-        at += 1
-    assert loads > 5
+        at += stride
+    assert loads > 5 // stride
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 1000])

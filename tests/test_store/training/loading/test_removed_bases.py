@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -253,9 +251,8 @@ def test_a_preempted_job_keeps_its_only_save_though_cron_ran_before_it(tmp_path:
     backend = open_backend(tmp_path)
     save_many(backend, [1, 2, 3], bits=32)
     trainer = resumed(backend)
-    for command in (["compact"], ["gc", "--keep-last", "1", "--grace-seconds", "0"]):
-        name, *options = command
-        subprocess.run([sys.executable, "-m", "cnr_store.cli", name, str(tmp_path), *options], check=True)
+    cnr_store.compact(str(tmp_path))
+    cnr_store.gc(str(tmp_path), keep_last=1, grace_seconds=0)
     with trainer.checkpointer.preemption() as preempted:
         os.kill(os.getpid(), signal.SIGTERM)
         assert preempted

@@ -107,6 +107,7 @@ def assert_same(left: Any, right: Any) -> None:
         assert left == right
 
 
+@pytest.mark.some_by_day(10)
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("name", MAKERS)
 def test_state_is_exactly_as_it_was_saved_and_trains_on_so(

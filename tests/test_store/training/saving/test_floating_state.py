@@ -149,6 +149,7 @@ def test_all_slots_of_adam_and_one_number_a_row_gain(tmp_path: Path) -> None:
     np.testing.assert_array_equal(after["momentum"].numpy(), on_grid(before["momentum"].numpy(), 4))
 
 
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("kind", [Adagrad, SparseAdam])
 @pytest.mark.parametrize("width", ["m1", "m3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -72,6 +72,7 @@ def test_chains_of_more_than_64_versions_are_folded_unless_told_otherwise() -> N
     assert [len(Catalog(backend).record(info.id).needs) for info in infos[62:67]] == [62, 63, 64, 1, 2]
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("options", [{}, {"keep_last": 3}])
 def test_a_save_asks_the_storage_for_as_much_among_many_versions(options: dict[str, Any]) -> None:
     """Beside as many needed versions. Nor does it list the versions, which takes longer the more there are."""

@@ -228,7 +228,7 @@ class Killer:
                 pytest.fail("the job did not get so far")
 
 
-@pytest.mark.some_by_day(2)
+@pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("policy", "bits"), by_day(CASES, AT_NIGHT))
 def test_newest_version_survives_kills(
     trainers: Trainers, tmp_path: Path, policy: PolicyName, bits: int

@@ -18,7 +18,7 @@ import cnr_store
 from cnr_store.training import checkpointer, resumption
 from cnr_store.training.saving import planner
 from cnr_store.training.tracking import device_bitmap, table_tracker, tracker
-from tests.nightly import sample
+from tests.nightly import of_today
 
 pytestmark = pytest.mark.slow
 
@@ -110,7 +110,7 @@ def test_an_interrupt_at_any_line_forgets_no_row(tmp_path: Path, what: str) -> N
         job.step()
         lines_of(call, places)
     reached = 0
-    struck = sample(places, 40)
+    struck = of_today(places, 20)
     for place in struck:
         job.step()
         reached += interrupt(call, place)

@@ -23,6 +23,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.policies.widths import StateWidths
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.never_below_codec import CeilingRows
+from tests.nightly import histories
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -57,7 +58,7 @@ def squares(draw: st.DrawFn) -> tuple[str, Array]:
     return element, rows.astype(array_dtype(element))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=histories(200), deadline=None)
 @given(drawn=squares(), bits=st.sampled_from(WIDTHS))
 def test_no_square_comes_back_smaller_or_much_larger_than_it_was(drawn: tuple[str, Array], bits: int) -> None:
     element, rows = drawn

@@ -73,7 +73,7 @@ class Job:
         return first
 
 
-@pytest.mark.some_by_day(3)
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(("backend", "dynamic", "fullgraph"), [*BACKENDS, *INDUCTOR])
 def test_lookups_and_steps_flag_the_same_rows_as_in_eager_code(
     backend: str, dynamic: bool | None, fullgraph: bool

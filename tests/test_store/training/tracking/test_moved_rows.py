@@ -160,6 +160,7 @@ def by_a_renorm_past_the_hooks(run: Job) -> None:
     nn.functional.embedding(ids(9), run.table.weight, max_norm=0.01)
 
 
+@pytest.mark.some_by_day(6)
 @pytest.mark.parametrize("optimizer", ["given", "none"])
 @pytest.mark.parametrize(
     "change",

@@ -71,7 +71,7 @@ def hook(job: Job, when: str, *, prepend: bool = False) -> None:
     register(lambda *_: job.change(job.table.weight), prepend=prepend)
 
 
-@pytest.mark.some_by_day(8)
+@pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("make", [embedding, bag])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("prepend", [True, False])

@@ -24,6 +24,7 @@ from cnr_store.training.model.tables import find_tables
 from cnr_store.training.model.tensors import assign_rows, gather
 from cnr_store.training.tracking.bitmap import count, full_bitmap
 from cnr_store.training.tracking.tracker import Tracker
+from tests.nightly import NIGHT, TODAY
 from tests.test_store.support.tracked_table import ALL, ROWS, TRUSTED, Bench, ids, listed
 
 
@@ -237,6 +238,7 @@ def test_telling_rows_does_not_explain_a_tensor_that_was_replaced(change: Callab
     assert bench.swap() == []
 
 
+@pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("kind", ["adagrad", "sparse_adam"])
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
 def test_state_changed_outside_steps_is_saved(tmp_path: Path, policy: PolicyName, kind: str) -> None:
@@ -284,7 +286,7 @@ class InterruptedLine:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_a_swap_interrupted_anywhere_forgets_no_row(given: bool) -> None:
-    for line in itertools.count(1):
+    for line in itertools.count(1) if NIGHT else itertools.count(1 + TODAY % 2, 2):
         model = nn.ModuleDict({name: nn.Embedding(ROWS, 3, sparse=True) for name in "abc"})
         optimizer = SGD(model.parameters(), lr=0.1)
         tracker = Tracker(find_tables(model), [optimizer] if given else [])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store.training.model.optimizer_state import row_slots
+from tests.nightly import histories
 from tests.test_store.support.tracked_table import ROWS, TRUSTED, Bench, listed
 
 ROW_IDS = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=4)
@@ -81,7 +82,7 @@ class Story(Bench):
             self.saved = now
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=histories(200))
 @given(
     st.sampled_from([*TRUSTED]), st.booleans(), st.sampled_from([None, 0.05]), st.lists(ACTIONS, max_size=25)
 )

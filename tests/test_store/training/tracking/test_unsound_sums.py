@@ -79,6 +79,7 @@ def check_newest(url: Path, job: Job, make: Make = adagrad) -> None:
         assert torch.equal(other.sums.nan_to_num(99), job.sums.nan_to_num(99))
 
 
+@pytest.mark.some_by_day(6)
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", MAKERS)
