@@ -209,7 +209,10 @@ def decode_float32(
                 row, held = (chosen[k], 1) if alone else (0, last - first)
                 unpack_block(packed, at + row * width, held, dim, bits, codes, k * apart)
             source, at = read, 0
-        _scatter(source, at, apart, alone, scale, offset, chosen, count, dim, flat, places, stride)
+        if count == last - first and stride == dim and places[count - 1] - places[0] == count - 1:
+            _dequantize(source, at, apart, scale, offset, count, dim, flat, places[0] * stride)
+        else:
+            _scatter(source, at, apart, alone, scale, offset, chosen, count, dim, flat, places, stride)
         if to_bfloat16:
             _round_bfloat16(flat, places, count, dim, stride)
     return written
