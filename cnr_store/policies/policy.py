@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cnr_store.errors import OptionError, option
-from cnr_store.policies.checks import number
+from cnr_store.errors import OptionError
+from cnr_store.policies.checks import integer, number
 from cnr_store.policies.past import Delta, Past, Since, Sums
 
 PolicyName = Literal["full", "one-shot", "consecutive", "intermittent", "auto"]
@@ -40,13 +40,10 @@ class Costs:
     longest_chain: int = 32  # versions that a restore may have to read
 
     def __post_init__(self) -> None:
-        if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
-            raise OptionError(
-                f"{option('keep_last', self.keep_last)}: give an integer of at least 1, or None for all"
-            )
+        if self.keep_last is not None:
+            integer("keep_last", self.keep_last, minimum=1)
         object.__setattr__(self, "restores_per_save", number("restores_per_save", self.restores_per_save))
-        if type(self.longest_chain) is not int or self.longest_chain < 2:
-            raise OptionError(f"longest_chain={self.longest_chain!r}: give an integer of at least 2")
+        integer("longest_chain", self.longest_chain, minimum=2)
 
     def limited(self, max_chain: int | None) -> Costs:
         """These costs where a chain of more versions than `max_chain` is folded.

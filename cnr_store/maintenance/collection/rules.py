@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Literal
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.version_info import find_figures
 from cnr_store.errors import OptionError, option
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
+from cnr_store.policies.checks import integer
 
 KeepBest = tuple[str, Literal["max", "min"], int]
 """A figure of the metadata, ``"max"`` or ``"min"``, and how many versions."""
@@ -29,8 +29,9 @@ class Rules:
     keep_best: KeepBest | None = None
 
     def __post_init__(self) -> None:
-        _check_count("keep_last", self.keep_last)
-        _check_count("keep_every", self.keep_every)
+        for name, count in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            if count is not None:
+                integer(name, count, minimum=1)
         _check_best(self.keep_best)
 
     @property
@@ -114,11 +115,6 @@ def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
         yield from (
             (need, reason) for need in (snapshot.versions[head].needs if head in snapshot.versions else ())
         )
-
-
-def _check_count(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-        raise OptionError(f"{option(name, value)}: give an integer of at least 1, or None to keep all")
 
 
 def _check_best(value: Any) -> None:
