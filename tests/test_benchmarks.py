@@ -40,6 +40,7 @@ def run_gpu(folder: Path, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert run_gpu(tmp_path, CUDA_VISIBLE_DEVICES="") == "no CUDA device: nothing measured\n"
     assert not list(tmp_path.iterdir())

@@ -201,6 +201,7 @@ class Model(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent"])
 @pytest.mark.parametrize(
     ("bits", "dtype"),
@@ -232,6 +233,7 @@ def test_the_reader_of_the_page_reads_every_version(
             np.testing.assert_array_equal(found, values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec",
     [
@@ -333,6 +335,7 @@ def run_in_a_shell(program: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with_programs())
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says of one process
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # Lightning makes them

@@ -84,6 +84,7 @@ def test_what_is_begun_is_written_and_has_no_name_yet(tmp_path: Path) -> None:
     assert _files(tmp_path) == ["folder", "folder/b"]
 
 
+@pytest.mark.slow
 def test_create_has_one_winner_among_processes(tmp_path: Path) -> None:
     keys = 30
     racers = [_start(_RACE, tmp_path, name, keys) for name in "abcd"]
@@ -102,6 +103,7 @@ def test_create_has_one_winner_among_processes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_whole_object(tmp_path: Path) -> None:
     for _ in range(3):
         with _start(_OVERWRITE, tmp_path) as writer:

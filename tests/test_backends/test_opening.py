@@ -325,6 +325,7 @@ def test_a_server_that_ignores_ranges(tmp_path: Path) -> None:
             backend.get_range("folder/name", 2, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "opened",
     [

@@ -55,6 +55,7 @@ def _array(store: MemoryStore) -> zarr.Array[zarr.core.metadata.ArrayV3Metadata]
     )
 
 
+@pytest.mark.slow
 @given(CHUNKS)
 def test_a_shard_can_be_taken_apart_again(chunks: list[bytes | None]) -> None:
     shard = _whole(chunks)

@@ -157,6 +157,7 @@ def test_what_a_killed_run_left_is_freed_once_it_is_ended(url: str, killed: str)
     trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grace_seconds", [0, 3600])
 def test_a_clock_that_was_ahead_keeps_no_leftovers(
     jobs: Jobs, url: str, killed: str, grace_seconds: float
@@ -169,6 +170,7 @@ def test_a_clock_that_was_ahead_keeps_no_leftovers(
     assert (report.leftovers, report.left) == ((killed,), {})
 
 
+@pytest.mark.slow
 def test_the_command_asks_before_it_ends_a_run(
     url: str, killed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +195,7 @@ def test_the_command_asks_before_it_ends_a_run(
     assert cnr("gc", f"{url}/nothing", "--end-run", "--yes") == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_has_loaded_outlives_the_end_of_the_run_before(jobs: Jobs, url: str, killed: str) -> None:
     process, _ = jobs.run("train", url, stop="loaded", saves=2)
     cnr_store.gc(url, keep_last=2, end_run=True)

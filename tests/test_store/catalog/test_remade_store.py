@@ -29,6 +29,7 @@ def url() -> Iterator[str]:
         yield f"{folder}/store"
 
 
+@pytest.mark.slow
 def test_a_job_that_loaded_before_does_not_take_the_new_store(jobs: Jobs, url: str) -> None:
     for _ in range(3):
         jobs.run("train", url, saves=1)
@@ -44,6 +45,7 @@ def test_a_job_that_loaded_before_does_not_take_the_new_store(jobs: Jobs, url: s
         assert objects(open_backend(url)) == before
 
 
+@pytest.mark.slow
 def test_a_job_that_has_saved_does_not_take_the_new_store(jobs: Jobs, url: str) -> None:
     for _ in range(3):
         jobs.run("train", url, saves=1)
@@ -106,6 +108,7 @@ def test_a_job_whose_last_save_failed_does_not_take_the_new_store(jobs: Jobs, ur
     checkpointer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied_at", [1, 3])
 def test_a_job_that_loaded_before_the_store_was_put_back_is_stale(
     jobs: Jobs, url: str, copied_at: int

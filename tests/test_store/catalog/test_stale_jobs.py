@@ -53,6 +53,7 @@ def was_refused(outcome: list[str]) -> bool:
 # A stale job
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(
     ("moment", "skew"),
@@ -197,6 +198,7 @@ def test_claims_of_older_releases_count(url: str) -> None:
 # Races
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("writers", [2, 3])
@@ -238,6 +240,7 @@ def test_a_crash_between_claim_and_first_commit_is_seen(jobs: Jobs, url: str) ->
 # What a load says
 
 
+@pytest.mark.slow
 def test_a_load_warns_of_a_job_that_may_be_live(
     jobs: Jobs, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,6 +267,7 @@ def test_a_load_warns_of_a_job_that_may_be_live(
 # Retention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_job_removes_its_own_versions_and_those_it_has_seen(jobs: Jobs, url: str, loads: bool) -> None:
     backend = open_backend(url)

@@ -19,6 +19,7 @@ XARRAY = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("opening", [ZARR, XARRAY], ids=["zarr", "xarray"])
 def test_a_chained_url_is_opened_inside_of_zarrs_own_loop(tmp_path: Path, opening: str) -> None:

@@ -112,6 +112,7 @@ def assert_reads(url: Path, version: str, expected: Values) -> None:
     np.testing.assert_array_equal(names["read_rows"](url, version, PATH), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent"])
 def test_versions_give_back_the_codes_of_one_step(tmp_path: Path, policy: str) -> None:
     job = Job(tmp_path, policy=policy)

@@ -62,6 +62,7 @@ def no_findings(url: Path) -> None:
     assert not cnr_store.verify(str(url), deep=True).problems
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent", "auto"])
 def test_many_saves_and_folds_do_not_drift(tmp_path: Path, policy: str) -> None:

@@ -286,6 +286,7 @@ def test_export_writes_what_state_dict_returns(
         assert "tables/0/weight" in zarr.open_group(tmp_path / name, mode="r")
 
 
+@pytest.mark.slow
 def test_serve_answers_until_interrupted(store: str) -> None:
     command = [
         sys.executable,
@@ -374,6 +375,7 @@ def test_wrong_usage_is_status_2(
     assert message in err
 
 
+@pytest.mark.slow
 def test_listing_needs_no_torch_and_the_demo_says_that_it_does(store: str) -> None:
     listed = _without_torch("ls", store)
     assert listed.returncode == 0, listed.stderr

@@ -114,6 +114,7 @@ ONCE = {"retries": {"total_max_attempts": 1}, "read_timeout": 1}
 NOWHERE = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _names(ALL, "ls tag export serve"))
 def test_a_server_that_is_down(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     pytest.importorskip("s3fs")

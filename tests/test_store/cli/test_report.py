@@ -339,6 +339,7 @@ def test_report_watch_and_pin_of_a_store_on_s3(
         assert cnr(capsys, command, f"{url}-none", *opened)[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200], ids=["phone", "desktop"])

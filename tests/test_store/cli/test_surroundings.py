@@ -36,6 +36,7 @@ def cnr(*arguments: object, **options: object) -> subprocess.CompletedProcess[st
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["info"], ["verify"], ["gc"]], ids=" ".join)
@@ -48,6 +49,7 @@ def test_output_that_can_not_be_written_is_one_line(store: Path, arguments: list
     assert line == "cnr: the output could not be written: [Errno 28] No space left on device"
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_is_no_error_to_tell(store: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -56,6 +58,7 @@ def test_output_that_nobody_reads_is_no_error_to_tell(store: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(
     "environment",
@@ -116,6 +119,7 @@ def test_tables_are_printed_as_rich_prints_them(
     assert "step" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_closed_output_changes_nothing(store: Path) -> None:
     done = subprocess.run(
         ["/bin/sh", "-c", 'exec "$0" -m cnr_store.cli verify "$1" >&-', sys.executable, str(store)],
@@ -126,6 +130,7 @@ def test_a_closed_output_changes_nothing(store: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
 def test_a_report_goes_into_a_pipe(store: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"

@@ -61,6 +61,7 @@ def test_a_narrow_terminal_holds_it(
     assert len(tables) == 11
 
 
+@pytest.mark.slow
 def test_a_terminal_that_knows_few_letters(store: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cnr_store.cli", "watch", store, "--once"],
@@ -111,6 +112,7 @@ def _read_until(process: subprocess.Popen[bytes], expected: bytes) -> bytes:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
 def test_a_new_version_appears_and_ctrl_c_ends_it(store: str, terminal: bool) -> None:
     environment = {"FORCE_COLOR": "1", "COLUMNS": "80", "LINES": "50"} if terminal else {}
@@ -121,6 +123,7 @@ def test_a_new_version_appears_and_ctrl_c_ends_it(store: str, terminal: bool) ->
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_for_a_while_is_told(store: str) -> None:
     with _watching(store) as process:
         _read_until(process, b"2 of 2 versions can be restored")

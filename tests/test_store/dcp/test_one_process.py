@@ -96,6 +96,7 @@ def test_views_and_tensors_with_gradients(tmp_path: Path) -> None:
     same(found, {name: each.detach() for name, each in state.items()})
 
 
+@pytest.mark.slow
 def test_a_box_reads_only_the_chunks_that_it_meets(tmp_path: Path) -> None:
     """A planner that asks for some rows of a table and of a dense tensor."""
     state = {"table": torch.randn(1_600_000, 16), "dense": torch.arange(12_000_000)}

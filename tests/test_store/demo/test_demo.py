@@ -173,6 +173,7 @@ def test_data_are_looked_for_where_they_were_said_to_be(
     assert find_data() == small_data
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_fetched_are_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +399,7 @@ def test_volumes_count_every_object() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_demo_in_memory_without_loss(capsys: pytest.CaptureFixture[str], small_data: Path) -> None:
     url, options = (
         "memory://test-demo",

@@ -78,6 +78,7 @@ def _ratings(folder: Path) -> None:
         (folder / f"ml-100k.{name}").write_text("\n".join(["header", *lines]) + "\n")
 
 
+@pytest.mark.slow
 def test_movielens_ranks_alike_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _ratings(tmp_path)
     monkeypatch.setenv("CNR_DATA", str(tmp_path))

@@ -73,6 +73,7 @@ def test_a_model_that_does_not_fit_is_not_touched(tmp_path: Path, other: nn.Modu
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
+@pytest.mark.slow
 def test_following_needs_no_torch_and_applying_says_that_it_does(tmp_path: Path) -> None:
     Run(tmp_path).save(5)
     program = f"""

@@ -56,6 +56,7 @@ def train_relative(model: Model, checkpointer: Checkpointer, random: np.random.G
     return checkpointer.save(1).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new_call", [False, True], ids=["one iterator", "a call for each version"])
 def test_codes_seen_before_are_not_read_again(tmp_path: Path, new_call: bool) -> None:
     """Rows relative to eight versions cost the bytes of the newest one."""

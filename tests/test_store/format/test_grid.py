@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ def writes(draw: st.DrawFn) -> tuple[int, int, float, np.ndarray | None]:
     return rows, columns, bytes_per_row, np.unique((crowded * rows).astype(np.int64).clip(0, rows - 1))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(writes())
 def test_limits_hold(write: tuple[int, int, float, np.ndarray | None]) -> None:

@@ -71,6 +71,7 @@ NO_RANKS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(5)
 @pytest.mark.parametrize(
     ("field", "values"),
@@ -109,6 +110,7 @@ def test_numbers_that_overflow(forge: Forge, exact: dict[str, Json], field: str)
         refused(forgery, exact, text)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize(
     ("field", "values"),
@@ -130,6 +132,7 @@ def test_fields_of_an_array(forge: Forge, exact: dict[str, Json], field: str, va
         refused(forgery, exact, value)
 
 
+@pytest.mark.slow
 def test_names_of_an_escaped_array(forge: Forge, exact: dict[str, Json]) -> None:
     folder = WEIGHT.split("/")[1]
     forged = WEIGHT.replace(folder, f"{folder}~01234567")
@@ -193,6 +196,7 @@ def test_consolidated_metadata(forge: Forge, exact: dict[str, Json], value: Json
     refused(forgery, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("path", [WEIGHT, DENSE])
 @pytest.mark.parametrize(
@@ -297,6 +301,7 @@ def test_manifests(forge: Forge, exact: dict[str, Json], change: Callable[[Json]
     refused(forgery, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("levels", [250, 900, 3000, 100_000])
 @pytest.mark.parametrize(
@@ -313,6 +318,7 @@ def test_deep_nesting(forge: Forge, exact: dict[str, Json], begin: str, end: str
         refused(forgery, exact, "state" if of_state else "metadata")
 
 
+@pytest.mark.slow
 def test_a_manifest_that_inflates_takes_little_memory(forge: Forge) -> None:
     forgery = forge()
     forgery.manifest["z"] = forgery.text("[" + "[]," * (20 << 20) + "[]]")

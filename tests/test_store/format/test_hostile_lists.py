@@ -44,6 +44,7 @@ def test_lists_that_are_what_was_written(forge_lists: Forge, exact: dict[str, Js
     assert read_all(forgery.url) == exact
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(
     ("field", "values"),
@@ -68,6 +69,7 @@ def test_fields_of_the_lists(
         refused(forgery, exact, value)
 
 
+@pytest.mark.slow
 def test_lists_that_do_not_fit_the_record(forge_lists: Forge, exact: dict[str, Json]) -> None:
     changes: list[Callable[[Forgery], object]] = [
         *(lambda forgery, value=value: put(forgery.cnr, "tables", value) for value in NO_OBJECT),
@@ -84,6 +86,7 @@ def test_lists_that_do_not_fit_the_record(forge_lists: Forge, exact: dict[str, J
         refused(forgery, exact, number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "configuration",
     [ABSENT, None, 5, [], "x", {}, {"chunk_shape": [1024]}, {"chunk_shape": [0, 16]}, {"bits": 4}],

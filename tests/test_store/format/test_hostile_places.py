@@ -58,6 +58,7 @@ def names(base: Path) -> Iterator[str]:
     yield f"tombstones/{older}"
 
 
+@pytest.mark.slow
 def test_links_that_lead_outside(base: Path, exact: dict[str, Json], tmp_path: Path) -> None:
     newest = f"versions/{exact['versions'][-1]}"
     shutil.copytree(base, tmp_path / "without")

@@ -67,6 +67,7 @@ def test_parts_that_are_what_ranks_write(forge: Forge, exact: dict[str, Json]) -
     assert read_all(forgery.url) == exact
 
 
+@pytest.mark.slow
 def test_lists_of_parts(forge: Forge, exact: dict[str, Json]) -> None:
     wrong: list[Json] = [
         *(ABSENT, None, {}, "x", 5, [], [5, 5], ["x", "x"], [DIGEST[1:]] * 2, [DIGEST + "0"] * 2),
@@ -80,6 +81,7 @@ def test_lists_of_parts(forge: Forge, exact: dict[str, Json]) -> None:
         refused(forgery, exact, f"{value!r:.80}")
 
 
+@pytest.mark.slow
 def test_lists_that_fit_other_parts(forge: Forge, exact: dict[str, Json]) -> None:
     changes: list[Callable[[list[str]], object]] = [
         list[str].reverse,
@@ -103,6 +105,7 @@ def test_parts_without_their_feature_or_the_feature_without_parts(
     assert "requires state-parts" in str(refused(forge(), exact)["load"])
 
 
+@pytest.mark.slow
 def test_parts(forge: Forge, exact: dict[str, Json]) -> None:
     array = {"$array": {"kind": "torch", "path": DENSE}}
     values: list[Json] = [None, [], 5, "x", {}, {"reader": 1}, {"rng": None}]
@@ -121,6 +124,7 @@ def test_parts(forge: Forge, exact: dict[str, Json]) -> None:
         refused(forgery, exact, number, ["load", "verify"])
 
 
+@pytest.mark.slow
 def test_generators_of_a_rank_that_stand_outside_their_memory(forge: Forge, exact: dict[str, Json]) -> None:
     drawn = random.getstate()
     for name, rng in spoiled_generators(forge().own["rng"]):
@@ -131,6 +135,7 @@ def test_generators_of_a_rank_that_stand_outside_their_memory(forge: Forge, exac
     assert random.getstate() == drawn
 
 
+@pytest.mark.slow
 def test_boundaries_of_columns(forge: Forge, exact: dict[str, Json]) -> None:
     def bounded(path: str, boundaries: Json) -> Forgery:
         forgery = forge()

@@ -41,6 +41,7 @@ NO_STATE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["reader", "objects", "optimizers", "extra_state", "rng"])
 def test_fields_of_the_state(forge: Forge, exact: dict[str, Json], field: str) -> None:
     wrong = [] if field == "reader" else [[1], 5, "x", {"$tuple": []}, {"$array": TORCH_BYTES}]
@@ -63,6 +64,7 @@ def test_a_large_array_that_a_state_refers_to_again_and_again(forge: Forge, exac
     assert "twice" in str(refused(forgery, exact)["load"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "values"),
     [
@@ -99,6 +101,7 @@ def test_slots_that_do_not_follow_rows(
     refused(forgery, exact)
 
 
+@pytest.mark.slow
 def test_generators_that_stand_outside_their_memory(forge: Forge, exact: dict[str, Json]) -> None:
     drawn = random.getstate()
     for name, rng in of_today(spoiled_generators(forge().state["rng"]), 12):

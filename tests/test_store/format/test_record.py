@@ -86,6 +86,7 @@ def test_what_lists_can_say_stands_in_lists() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "delta"])
 @pytest.mark.parametrize("slot", ["exp_avg", "sum"])
 def test_a_thousand_tables_with_a_slot_take_less_than_a_megabyte(slot: str, kind: str) -> None:
@@ -111,6 +112,7 @@ def test_a_thousand_tables_with_a_slot_take_less_than_a_megabyte(slot: str, kind
     assert len(data) < 930_000  # of 1,000,000, so that the record has room for what else it says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [RECORD, LISTED])
 def test_every_flipped_byte_of_a_record_is_found(record: Record) -> None:
     data = encode_record(record)
@@ -161,6 +163,7 @@ parts = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=histories(100))
 @given(st.dictionaries(st.text(min_size=1, max_size=20), parts, max_size=4))
 def test_manifest_round_trip(arrays: dict[str, dict[int, Part]]) -> None:
@@ -186,12 +189,14 @@ def test_a_damaged_manifest_is_refused(damage: object) -> None:
         decode_manifest(damage(data), VERSION)  # type: ignore[operator]  # a lambda above
 
 
+@pytest.mark.slow
 def test_a_manifest_that_inflates_without_end_is_refused() -> None:
     for text, level in ((b" " * (65 << 20), 0), (b" " * (80 << 20), 1), (b"[]," * (1 << 20), 9)):
         with pytest.raises(CorruptionError, match=r"larger than the [0-9]+ bytes"):
             decode_manifest(zlib.compress(text, level), VERSION)
 
 
+@pytest.mark.slow
 def test_a_manifest_that_compresses_too_well_is_stored_as_it_is() -> None:
     manifest = Manifest(VERSION, {f"{'a' * 2000}{i}": {0: Part(1, 2)} for i in range(1000)})
     data = encode_manifest(manifest)

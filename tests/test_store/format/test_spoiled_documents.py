@@ -144,6 +144,7 @@ def check_memory(documents: Documents, count: int, seed: int) -> None:
     assert counts["read"] > count / 50, "forgeries went no deeper than the digest"
 
 
+@pytest.mark.slow
 def test_spoiled_documents_are_refused(documents: Documents) -> None:
     check_memory(documents, DOCUMENTS, 20261122)
 

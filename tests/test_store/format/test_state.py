@@ -80,6 +80,7 @@ def round_trip(value: object) -> tuple[Any, dict[str, np.ndarray]]:
     return decode_state(doc, read=beside.__getitem__), beside
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(states)
 def test_round_trip_is_exact(value: object) -> None:

@@ -38,6 +38,7 @@ def test_what_fabric_wraps_is_stored_as_without_it(tmp_path: Path) -> None:
     check_wrapped(tmp_path, setup)
 
 
+@pytest.mark.slow
 def test_what_fabric_compiles_is_stored_as_without_it(tmp_path: Path) -> None:
     def compile_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         return setup(torch.compile(model, backend="eager"), optimizer)  # type: ignore[arg-type]

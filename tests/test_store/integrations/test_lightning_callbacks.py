@@ -106,6 +106,7 @@ def test_early_stopping_goes_on(tmp_path: Path) -> None:
     assert trainer.global_step == expected.global_step
 
 
+@pytest.mark.slow
 def test_what_model_checkpoint_has_kept_goes_on(tmp_path: Path) -> None:
     def kept() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / "kept", monitor="loss", save_top_k=2, every_n_train_steps=2)

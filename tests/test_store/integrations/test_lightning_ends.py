@@ -270,6 +270,7 @@ def test_a_callback_saves_one_fit_at_a_time(tmp_path: Path) -> None:
     fit(tmp_path, CnrCheckpoint(str(tmp_path / "other"), 2), max_epochs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "plateau"), [(None, False), (1, False), (1, True)])
 def test_the_last_version_has_the_metric_of_its_weights(
     tmp_path: Path, stop: int | None, plateau: bool

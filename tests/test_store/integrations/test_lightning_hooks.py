@@ -90,6 +90,7 @@ def assert_equal(module: Module, other: Module) -> None:
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_end"])
 def test_what_the_modules_own_hooks_change_is_saved(tmp_path: Path, hook: str) -> None:
     undisturbed, _ = fit(tmp_path, module=Counts(hook))
@@ -120,6 +121,7 @@ def test_the_module_has_its_own_hooks_again_and_can_be_copied_meanwhile(tmp_path
     assert vars(counted)["on_train_batch_end"] == counted._count
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("stops", [[BATCHES], [BATCHES + 1], [3, 2 * BATCHES]])
@@ -139,6 +141,7 @@ def test_schedulers_that_go_by_a_metric_miss_no_step(tmp_path: Path, interval: s
     assert rates.seen == whole.seen
 
 
+@pytest.mark.slow
 def test_gradients_are_accumulated_as_the_epoch_wants_it(tmp_path: Path) -> None:
     def scheduled(*others: Callback) -> Module:
         return fit(tmp_path, GradientAccumulationScheduler({0: 1, 1: 2}), *others)[0]
@@ -172,6 +175,7 @@ def test_the_end_of_a_fit_has_what_changed_since_its_last_step_was_saved(tmp_pat
     assert resumed.wait_count == stopping.wait_count
 
 
+@pytest.mark.slow
 def test_the_end_is_saved_once_more_and_a_fit_that_is_done_saves_nothing(tmp_path: Path) -> None:
     class Written(Module):
         def on_train_end(self) -> None:
@@ -187,6 +191,7 @@ def test_the_end_is_saved_once_more_and_a_fit_that_is_done_saves_nothing(tmp_pat
     assert loaded.top.get_parameter("1.bias").item() == 7
 
 
+@pytest.mark.slow
 def test_fits_within_a_fit_save_nothing(tmp_path: Path) -> None:
     class Finds(LearningRateFinder):
         def on_fit_start(self, *_: Any) -> None:
@@ -204,6 +209,7 @@ def test_fits_within_a_fit_save_nothing(tmp_path: Path) -> None:
     assert [version.step for version in cnr_store.versions(url)] == list(range(1, EPOCHS * BATCHES + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
 def test_a_fit_of_another_trainer_within_the_fit_saves_nothing(tmp_path: Path, hook: str) -> None:
     class Probes(Callback):
@@ -231,6 +237,7 @@ def test_a_fit_of_another_trainer_within_the_fit_saves_nothing(tmp_path: Path, h
         assert torch.equal(torch.from_numpy(found), keeps.weights[version.step]), version.step
 
 
+@pytest.mark.slow
 def test_two_callbacks_leave_no_hook_behind(tmp_path: Path) -> None:
     module, urls = Module(), [str(tmp_path / name) for name in "ab"]
     callbacks = [CnrCheckpoint(url, 4, bits=32) for url in urls]
@@ -243,6 +250,7 @@ def test_two_callbacks_leave_no_hook_behind(tmp_path: Path) -> None:
         assert_equal(module, loaded)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_lightnings_own_and_a_version_are_not_mixed(tmp_path: Path) -> None:
     url, own = str(tmp_path / "store"), tmp_path / "own.ckpt"
     fit(tmp_path, CnrCheckpoint(url, 4))[1].save_checkpoint(own)
@@ -259,6 +267,7 @@ def test_a_checkpoint_of_lightnings_own_and_a_version_are_not_mixed(tmp_path: Pa
         trainer.fit(Module(), loader, ckpt_path=own)
 
 
+@pytest.mark.slow
 def test_a_fit_whose_steps_lightning_does_not_count_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -275,6 +284,7 @@ def test_a_fit_whose_steps_lightning_does_not_count_is_told_of(
     assert f"{BATCHES} batches were trained without an optimizer step that Lightning counts" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_average_that_a_finished_fit_never_gets_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,6 +299,7 @@ def test_an_average_that_a_finished_fit_never_gets_is_told_of(
     assert "EMAWeightAveraging will not put the average into the model" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_metrics_of_the_version_are_there_for_a_step_that_is_made_up_for(
     tmp_path: Path, interval: str

@@ -27,6 +27,7 @@ from tests.test_store.integrations.test_lightning_hooks import assert_equal
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stop", [2 * BATCHES, 2 * BATCHES + 2])
@@ -61,6 +62,7 @@ def test_a_plain_loader_draws_the_order_of_the_next_epoch_once(
         assert torch.equal(rest.state_dict()[name], tensor), name
 
 
+@pytest.mark.slow
 def test_a_loader_with_its_own_state_repeats_no_order_in_programs_that_seed_themselves(
     tmp_path: Path,
 ) -> None:
@@ -100,6 +102,7 @@ def test_loaders_are_made_with_the_numbers_that_the_program_has_set(tmp_path: Pa
     assert splits[0] == splits[1]
 
 
+@pytest.mark.slow
 def test_what_a_dataset_draws_goes_on(tmp_path: Path) -> None:
     class Noisy(TensorDataset):
         def __getitem__(self, row: int) -> Any:
@@ -123,6 +126,7 @@ def test_what_a_dataset_draws_goes_on(tmp_path: Path) -> None:
     assert_equal(undisturbed, trained(CnrCheckpoint(url, 1, bits=32, resume=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize(
     "limits",
@@ -167,6 +171,7 @@ class OneCycle(Module):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("stop", [BATCHES, BATCHES + 3])
 @pytest.mark.parametrize(("shuffle", "reload"), [(False, 0), (True, 0), (False, 1)])

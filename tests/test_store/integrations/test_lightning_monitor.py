@@ -67,6 +67,7 @@ def validated(folder: Path, *callbacks: Callback, module: Module | None = None, 
     return fit(folder, *callbacks, module=module or Scored(), **everything)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(8)
 @pytest.mark.parametrize("check", [{"val_check_interval": 4}, {"val_check_interval": 3}, {}])
 @pytest.mark.parametrize("every", [2, 3, 4, 5, 100])
@@ -113,6 +114,7 @@ def test_a_metric_that_is_logged_now_and_then_is_of_the_step_that_logged_it(tmp_
     ]
 
 
+@pytest.mark.slow
 def test_the_step_of_each_save_is_saved_once(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     validated(tmp_path, CnrCheckpoint(url, 2, monitor="score"), val_check_interval=4)
@@ -120,6 +122,7 @@ def test_the_step_of_each_save_is_saved_once(tmp_path: Path) -> None:
     assert steps == [*range(2, EPOCHS * BATCHES + 1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero")
 def test_validations_that_never_come_hold_up_no_save(tmp_path: Path) -> None:
     url, nothing = str(tmp_path / "store"), DataLoader(TensorDataset(torch.arange(0)))
@@ -128,6 +131,7 @@ def test_validations_that_never_come_hold_up_no_save(tmp_path: Path) -> None:
     assert steps == list(range(2, EPOCHS * BATCHES + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("stop", [5, 6, 13, 21])
 @pytest.mark.parametrize("averaged", [False, True])
@@ -159,6 +163,7 @@ def test_a_fit_goes_on_behind_the_validation(tmp_path: Path, stop: int, averaged
         assert torch.equal(rest.state_dict()[name], tensor), name
 
 
+@pytest.mark.slow
 def test_a_scheduler_is_stepped_once_though_two_callbacks_resume(tmp_path: Path) -> None:
     class OnPlateau(Module):
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:

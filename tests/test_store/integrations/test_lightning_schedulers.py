@@ -36,6 +36,7 @@ class Restarts(Module):
             config.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.7)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_took_the_place_of_another_is_saved(tmp_path: Path) -> None:
     url, (whole, trainer) = str(tmp_path / "store"), fit(tmp_path, module=Restarts())
     with pytest.raises(StopsError):
@@ -66,6 +67,7 @@ class TakesAnother(Module):
             config.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
+@pytest.mark.slow
 def test_a_scheduler_of_another_class_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     url = str(tmp_path / "store")
     with pytest.raises(StopsError):

@@ -116,6 +116,7 @@ def history(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.usefixtures("many_chunks")
@@ -141,6 +142,7 @@ def test_a_fold_reads_the_same_bit_for_bit(url: str, name: str) -> None:
         np.testing.assert_array_equal(array[5:600], expected["full.weight"][5:600])
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(6)
 @pytest.mark.parametrize("name", CODECS)
 def test_plain_zarr_reads_the_arrays_of_a_fold(url: str, name: str) -> None:
@@ -158,6 +160,7 @@ def test_plain_zarr_reads_the_arrays_of_a_fold(url: str, name: str) -> None:
     assert [key for key in objects if key.endswith(layout.NODE)] == [fold.key()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_chunks")
 def test_codes_are_copied_and_chunks_have_few_segments(url: str) -> None:
     """What a fold takes is what one whole version takes: no row is stored in a costlier way."""
@@ -196,6 +199,7 @@ def objects(url: str) -> dict[str, bytes]:
     return {key: backend.get(key) for key, _ in backend.list_keys("")}
 
 
+@pytest.mark.slow
 def test_a_fold_over_a_fold(url: str) -> None:
     """A later version is folded over an earlier one's fold; both stay as they were."""
     history_of = history(url, 4, saves=6)
@@ -234,6 +238,7 @@ def test_a_table_that_grew_is_cut_for_its_new_size(url: str) -> None:
     assert_same_arrays(cnr_store.state_dict(url), expected)
 
 
+@pytest.mark.slow
 def test_saves_after_a_fold_lean_on_the_folded_version(url: str) -> None:
     history(url, 4, saves=4)
     version = compact(url).version
@@ -254,6 +259,7 @@ def test_saves_after_a_fold_lean_on_the_folded_version(url: str) -> None:
         assert sum(entry.rows for entry in written.values()) < 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", [None, "before", "after"])
 def test_two_attempts_at_one_fold_never_mix(url: str, then: Fault) -> None:
     """The second one runs as a whole between the first one's last object and its record, which may fail, too."""
@@ -277,6 +283,7 @@ def test_two_attempts_at_one_fold_never_mix(url: str, then: Fault) -> None:
     assert_same_arrays(cnr_store.state_dict(url), expected)
 
 
+@pytest.mark.slow
 def test_another_attempt_is_first_and_what_lay_beneath_is_removed(url: str) -> None:
     expected = history(url, 2)[-1]
     inner, infos = open_backend(url), cnr_store.versions(url)
@@ -296,6 +303,7 @@ def test_another_attempt_is_first_and_what_lay_beneath_is_removed(url: str) -> N
     assert_same_arrays(cnr_store.state_dict(url), expected)
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_crashed_attempt_go_with_the_next(url: str) -> None:
     expected = history(url, 2)[-1]
     backend, version = open_backend(url), cnr_store.versions(url)[-1].id
@@ -310,6 +318,7 @@ def test_leftovers_of_a_crashed_attempt_go_with_the_next(url: str) -> None:
     assert_same_arrays(cnr_store.state_dict(url), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while rows are read", "after the record"])
 def test_version_removed_meanwhile_leaves_no_fold(url: str, moment: str) -> None:
     history(url, 2)
@@ -325,6 +334,7 @@ def test_version_removed_meanwhile_leaves_no_fold(url: str, moment: str) -> None
     assert list(inner.list_keys(layout.FOLDS)) == []
 
 
+@pytest.mark.slow
 def test_a_damaged_link_is_named_and_nothing_becomes_visible(url: str) -> None:
     history(url, 8)
     backend, infos = open_backend(url), cnr_store.versions(url)
@@ -453,6 +463,7 @@ def test_payloads_name_the_fold(url: str) -> None:
     assert link.record is fold
 
 
+@pytest.mark.slow
 def test_folding_needs_no_torch(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     expected = history(url, 4, saves=3)[-1]

@@ -37,6 +37,7 @@ def fold_bytes(backend: Backend) -> int:
     return sum(nbytes for _, nbytes in backend.list_keys("folds"))
 
 
+@pytest.mark.slow
 def test_what_is_left_beside_a_fold_is_removed(backend: Backend) -> None:
     save_many(backend, [1, 2, 3])
     nbytes = kill_folds(backend)

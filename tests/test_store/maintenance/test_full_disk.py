@@ -133,6 +133,7 @@ def check_no_row_was_forgotten(trainer: Trainer, folder: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     for but_blocks in range(0, 12, 2):
         folder = tmp_path / str(but_blocks)
@@ -246,6 +247,7 @@ def test_a_commit_of_unknown_outcome_removes_nothing(tmp_path: Path) -> None:
     check_no_row_was_forgotten(trainer, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.mounts
 def test_a_failed_save_gives_its_room_back(disk: Path) -> None:
     store = disk / "store"
@@ -263,6 +265,7 @@ def test_a_failed_save_gives_its_room_back(disk: Path) -> None:
     check_no_row_was_forgotten(trainer, store)
 
 
+@pytest.mark.slow
 @pytest.mark.mounts
 def test_a_new_run_can_claim_on_a_full_disk(disk: Path) -> None:
     store = disk / "store"
@@ -283,6 +286,7 @@ def test_a_new_run_can_claim_on_a_full_disk(disk: Path) -> None:
 # Collecting
 
 
+@pytest.mark.slow
 def test_gc_frees_a_full_folder(tmp_path: Path) -> None:
     disk = FullFolder(tmp_path)
     made = save_many(disk, [1, 2], policy="full")
@@ -305,6 +309,7 @@ def test_gc_frees_a_full_folder(tmp_path: Path) -> None:
     assert check_exact(disk, before) == made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [5, 10, 64])
 def test_retention_makes_room_in_rounds(tmp_path: Path, blocks: int) -> None:
     disk = FullFolder(tmp_path)
@@ -373,6 +378,7 @@ def test_gc_frees_a_full_disk_in_a_new_process(disk: Path, jobs: Jobs) -> None:
 # What it tells
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_what_a_run_frees(tmp_path: Path) -> None:
     backend = open_backend(tmp_path)
     made = save_many(backend, range(1, 8), policy="full")
@@ -389,6 +395,7 @@ def test_a_dry_run_counts_what_a_run_frees(tmp_path: Path) -> None:
         assert (report.left_bytes, report.left.keys()) == (planned.left_bytes, planned.left.keys())
 
 
+@pytest.mark.slow
 def test_gc_says_what_it_leaves(tmp_path: Path) -> None:
     backend = open_backend(tmp_path)
     made = save_many(backend, [1])
@@ -421,6 +428,7 @@ def test_a_run_that_finds_no_room_to_be_ended_says_how_much_it_needs(tmp_path: P
         cnr_store.gc(disk, end_run=True)
 
 
+@pytest.mark.slow
 def test_the_reserve_is_nobodys_damage(tmp_path: Path) -> None:
     backend = open_backend(tmp_path)
     made = save_many(backend, [1, 2])

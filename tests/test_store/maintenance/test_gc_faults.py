@@ -169,6 +169,7 @@ def struck(prepared: Prepared, root: str, kinds: list[Fault], kind: Fault) -> li
     return to_strike(operations(prepared, f"{root}/count"))[kinds.index(kind) % stride :: stride]
 
 
+@pytest.mark.slow
 def test_what_is_kept_and_what_is_left(prepared: Prepared, root: str) -> None:
     backend = prepared.copy(f"{root}/here")
     report = cnr_store.gc(backend, keep_last=2, grace_seconds=0)

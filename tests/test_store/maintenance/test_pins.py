@@ -56,6 +56,7 @@ def test_a_doomed_version_can_not_be_pinned(backend: Backend) -> None:
         cnr_store.pin(backend, 17)
 
 
+@pytest.mark.slow
 def test_a_pin_whose_version_is_lost_is_shown(backend: Backend) -> None:
     made = save_many(backend, [1, 2, 3], policy="full")
     cnr_store.pin(backend, 1)

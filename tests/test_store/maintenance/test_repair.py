@@ -181,6 +181,7 @@ def end_second_run(folder: Path) -> None:
         claim.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("kind", ["before", "after", "full"])
 def test_storage_that_fails_at_any_operation(consecutive: SavedStore, tmp_path: Path, kind: Fault) -> None:

@@ -55,6 +55,7 @@ def test_keep_every_takes_the_newest_at_or_before_each_multiple(backend: Backend
     assert steps(backend) == [200, 250, 410, 650]  # the last before 200, 400, 600 and 800
 
 
+@pytest.mark.slow
 def test_keep_every_is_the_same_however_often_it_runs(backend: Backend) -> None:
     trainer = Trainer(backend, policy="full")
     for step in range(7, 300, 7):

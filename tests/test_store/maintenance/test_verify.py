@@ -66,6 +66,7 @@ def test_sound_store(store: Path, deep: bool) -> None:
     assert seen[-1] == (report.nbytes, report.nbytes)
 
 
+@pytest.mark.slow
 def test_every_policy_on_another_backend() -> None:
     for policy in ("full", "one-shot", "consecutive", "intermittent"):
         backend = open_backend(f"memory://{uuid.uuid4().hex}")
@@ -316,6 +317,7 @@ def test_places_with_nothing_to_check(store: Path, tmp_path: Path) -> None:
             verify(tmp_path / "other", version)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_storage_that_does_not_answer_is_no_damage(base: Path, deep: bool) -> None:
     backend = FaultyBackend(open_backend(base), lambda *_: None, reads=True)
@@ -431,6 +433,7 @@ def test_memory_is_that_of_the_chunks_in_flight(base: Path, tmp_path: Path) -> N
     assert int(shown.stdout) < 48 << 10, "KiB more than for a store of a few rows"
 
 
+@pytest.mark.slow
 def test_restorable_means_that_it_loads(base: Path, tmp_path: Path) -> None:
     """Whatever object is lost."""
     objects = [path.relative_to(base) for path in files(base / "versions")]

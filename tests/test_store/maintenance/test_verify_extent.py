@@ -29,6 +29,7 @@ def unloadable(saved: SavedStore, folder: Path) -> tuple[str, ...]:
     return tuple(lost)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(12)
 @pytest.mark.parametrize("number", [0, 1, 3])
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -17,6 +17,7 @@ def _time_of_a_step(seconds: float, failure: float, stall: float) -> float:
     return math.expm1(seconds / failure) / (seconds - stall)
 
 
+@pytest.mark.slow
 @given(failure=st.floats(60, 1e7), share=st.floats(1e-7, 0.3), factor=st.sampled_from([0.7, 0.85, 1.2, 1.5]))
 def test_no_other_interval_is_better(failure: float, share: float, factor: float) -> None:
     stall = failure * share

@@ -140,6 +140,7 @@ def histories(draw: st.DrawFn) -> list[tuple[Offer, Since | None]]:
     return [(Offer(cheap + more, cheap), draw(st.sampled_from(others))) for cheap, more in numbers]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     histories(),

@@ -37,6 +37,7 @@ def paid(saves: list[SimulatedSave]) -> list[int]:
     return [save.written_bytes + save.kept_bytes for save in saves]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     traces,

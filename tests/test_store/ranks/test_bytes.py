@@ -87,6 +87,7 @@ def least_bytes(url: str, job: ThreadJob, rank: int) -> int:
     return nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_rank_reads_the_chunks_that_meet_its_rows(quick: str, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -22,6 +22,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grid, name, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 7])
 @pytest.mark.parametrize("world", [1, at_night(2), 3, at_night(4)])
 def test_recorded_ranks_count_what_real_ones_do(tmp_path: Path, world: int, every: int) -> None:
@@ -43,6 +44,7 @@ def test_what_ranks_say_grows_no_faster_than_their_number() -> None:
     assert found["requests"] <= 1.05
 
 
+@pytest.mark.slow
 def test_messages_grow_no_faster_than_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark in small: ranks by a factor of 8, tables by as many, and bytes by 1,024 fewer."""
     monkeypatch.setattr(exchange, "ROUND_BYTES", exchange.ROUND_BYTES >> 10)

@@ -63,6 +63,7 @@ def test_keys_do_not_pile_up(world: int) -> None:
     assert len(keys._values) == left == world + 1
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("absent", [0, 1])
@@ -150,6 +151,7 @@ def test_one_rank_talks_to_itself() -> None:
     assert alone.exchange({}, set()) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_makes_progress_is_waited_for(slow: int) -> None:
     """It works for several times as long as others wait for one that does nothing."""
@@ -169,6 +171,7 @@ def test_a_rank_that_makes_progress_is_waited_for(slow: int) -> None:
     assert on_threads(*calls) == [{"total": 3, "order": [0, 1, 2]}] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_without_progress_is_given_up() -> None:
     _, ranks = group(2)
 
@@ -191,6 +194,7 @@ def test_a_rank_that_refuses_is_named_at_once(refusing: int) -> None:
     assert deciding(ranks)[0]["total"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 1, 2])
 def test_a_rank_passes_over_calls_that_it_never_made(absent: int) -> None:
     _, ranks = group(3)

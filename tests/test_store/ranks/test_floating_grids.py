@@ -36,6 +36,7 @@ def quick() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "relative"), [(1, False), (4, False), (4, True)])
 def test_any_ranks_load_the_codes_of_what_others_saved(quick: str, world: int, relative: bool) -> None:
     options = OPTIONS | {"codec": OPTIONS["codec"] | {"relative": relative}}

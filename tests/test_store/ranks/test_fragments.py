@@ -48,6 +48,7 @@ def plain(fragment: Fragment) -> tuple[Any, ...]:
     return *where, fragment.first_column, fragment.offsets.tolist(), fragment.values.tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(messages)
 def test_what_is_packed_is_unpacked(fragments: list[Fragment]) -> None:
@@ -109,6 +110,7 @@ def test_the_bytes_of_a_message() -> None:
     """)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(messages, st.randoms())
 def test_a_garbled_message_is_refused(fragments: list[Fragment], rnd: random.Random) -> None:
@@ -120,6 +122,7 @@ def test_a_garbled_message_is_refused(fragments: list[Fragment], rnd: random.Ran
             unpack(message)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(messages, st.data())
 def test_a_message_of_another_length_is_refused(fragments: list[Fragment], data: st.DataObject) -> None:
@@ -130,6 +133,7 @@ def test_a_message_of_another_length_is_refused(fragments: list[Fragment], data:
         unpack(message + data.draw(st.binary(min_size=1, max_size=9)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(messages, st.randoms())
 def test_a_faulty_sender_is_refused_or_taken_by_its_word(

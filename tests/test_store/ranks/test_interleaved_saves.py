@@ -15,6 +15,7 @@ from tests.test_store.support.same_arrays import assert_same_arrays
 WORLD = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [10, at_night(200)])
 def test_training_goes_on_as_without_saves(tmp_path: Path, saves: int) -> None:
     url = str(tmp_path / "store")

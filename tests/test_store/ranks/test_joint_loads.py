@@ -82,6 +82,7 @@ def test_a_rank_that_reads_slowly_is_waited_for(url: str) -> None:
         assert_same(job.found(), truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_read_that_fails_on_one_rank_fails_the_load_on_all_at_once(url: str, victim: int) -> None:
     truth = save_two(url)

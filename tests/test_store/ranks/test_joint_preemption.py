@@ -61,6 +61,7 @@ def test_without_a_signal_nothing_is_asked_and_nothing_waits() -> None:
     assert run_threads(3, look) == [False, False, False]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_looks_again_does_not_hold_the_others() -> None:
     keys = MemoryKeyValue()
 

@@ -39,6 +39,7 @@ def quick() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
 @pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_any_ranks_load_what_others_saved(quick: str, seed: int, codec: Any, pol
         np.testing.assert_array_equal(found[4][key], values)
 
 
+@pytest.mark.slow
 def test_ranks_hold_the_codes_of_their_rows(quick: str) -> None:
     """Bands that end within chunks, one of them on two ranks: of its rows each knows those that it encoded itself."""
     codec = {"id": "cnr_lattice", "step": 0.1875, "relative": True}
@@ -109,6 +111,7 @@ def test_ranks_hold_the_codes_of_their_rows(quick: str) -> None:
     assert all(0 < many <= one for one, many in zip(counts[1][1:], counts[4][1:], strict=True))
 
 
+@pytest.mark.slow
 def test_one_rank_with_other_codes_writes_its_rows_absolute(
     quick: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +167,7 @@ def test_rows_that_several_ranks_have_count_once(quick: str, columns: tuple[int,
     assert steps[1] == steps[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["consecutive", "auto"])
 def test_ranks_choose_alike(quick: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a process that knows the sizes of all arrays judges its deltas; ranks stay on the lattice."""

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ def loads(shares: list[Share], owners: list[np.ndarray], world: int) -> list[flo
     return found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(shared())
 def test_owners_hold_rows_of_what_is_written(given_shares: tuple[list[Share], list[list[Piece]]]) -> None:
@@ -71,6 +73,7 @@ def test_owners_hold_rows_of_what_is_written(given_shares: tuple[list[Share], li
                 assert owner == -1
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(shared(), st.randoms())
 def test_the_order_of_pieces_does_not_matter(
@@ -86,6 +89,7 @@ def test_the_order_of_pieces_does_not_matter(
         assert one.tolist() == other.tolist()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(shared())
 def test_who_writes_too_much_holds_nothing_that_another_could_take(
@@ -126,6 +130,7 @@ def row_wise(world: int, rows: int, columns: int = 8) -> Placement:
     return Placement.of("t", (rows, columns), pieces)
 
 
+@pytest.mark.slow
 def test_straddled_shards_spread_over_their_holders() -> None:
     """By the holder of the first row, rank 0 would write every table that has one shard."""
     world = 64
@@ -173,6 +178,7 @@ def test_the_owner_supplies_itself(of_span: tuple[int, ...], owner: int, shard: 
     assert found == owner if owner in of_span else found in of_span
 
 
+@pytest.mark.slow
 @given(ranks, st.integers(201, 2000), st.integers(0, 100_000), st.integers(0, 7))
 def test_suppliers_are_spread(of_span: tuple[int, ...], owner: int, shard: int, stride: int) -> None:
     """Over shards, whether one rank owns them or each another."""

@@ -39,6 +39,7 @@ def boxes(placement: Placement) -> list[Piece]:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(placed(), st.randoms())
 def test_each_cell_is_held_by_the_pieces_given(given_pieces: tuple[Any, list[Piece]], rnd: Any) -> None:
@@ -50,6 +51,7 @@ def test_each_cell_is_held_by_the_pieces_given(given_pieces: tuple[Any, list[Pie
     assert boxes(placement) == sorted(each for each in pieces if each.rows and each.columns)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(placed(), st.randoms())
 def test_the_order_of_pieces_does_not_matter(given_pieces: tuple[Any, list[Piece]], rnd: Any) -> None:
@@ -60,6 +62,7 @@ def test_the_order_of_pieces_does_not_matter(given_pieces: tuple[Any, list[Piece
     assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(placed())
 def test_what_is_said_of_rows(given_pieces: tuple[Any, list[Piece]]) -> None:
@@ -76,6 +79,7 @@ def test_what_is_said_of_rows(given_pieces: tuple[Any, list[Piece]]) -> None:
     assert placement.needs_or == any(len(ranks) > 1 for ranks in held.values())
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(placed(), st.data())
 def test_the_bands_of_some_rows(given_pieces: tuple[Any, list[Piece]], data: st.DataObject) -> None:
@@ -86,6 +90,7 @@ def test_the_bands_of_some_rows(given_pieces: tuple[Any, list[Piece]], data: st.
     assert list(placement.overlapping(first, end)) == expected
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(placed(), st.data())
 def test_a_gap_is_refused(given_pieces: tuple[Any, list[Piece]], data: st.DataObject) -> None:
@@ -98,6 +103,7 @@ def test_a_gap_is_refused(given_pieces: tuple[Any, list[Piece]], data: st.DataOb
         Placement.of("t", shape, left)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(placed(), st.data())
 def test_another_box_is_refused(given_pieces: tuple[Any, list[Piece]], data: st.DataObject) -> None:

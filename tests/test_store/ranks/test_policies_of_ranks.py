@@ -32,6 +32,7 @@ def decisions(policy: str, world: int) -> list[dict[str, Any]]:
         return [{name: record.policy[name] for name in WEIGHED} for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["auto", "intermittent"])
 def test_the_number_of_ranks_tips_no_scales(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_small_models(monkeypatch)

@@ -126,6 +126,7 @@ def stopped() -> Stopped:
     return dict(zip(STOPS, on_threads(*(partial(stopped_in, *each) for each in STOPS)), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_silent_leader_is_given_up(stopped: Stopped, phase: str) -> None:
     leader, *others = stopped[0, phase]
@@ -143,6 +144,7 @@ def test_a_silent_rank_is_named_with_its_last_phase(stopped: Stopped, silent: in
     assert found[silent] == ({"void": text}, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tell", [lambda save: save.beat("put"), SaveRound.pause], ids=["beats", "pauses"])
 def test_a_slow_rank_that_tells_of_itself_is_waited_for(tell: Callable[[SaveRound], None]) -> None:
     def slow(save: SaveRound, rank: int, where: str) -> None:

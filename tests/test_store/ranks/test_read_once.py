@@ -63,6 +63,7 @@ def watch_metadata(job: SmallJob) -> list[Counter[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 4])
 def test_no_rank_reads_the_record_that_the_first_one_has_made(url: str, bits: int) -> None:
     read: list[tuple[str, str]] = []
@@ -130,6 +131,7 @@ def test_a_rank_that_puts_another_state_than_it_said_fails_the_save(
     assert cnr_store.verify(url, deep=True).problems == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["latest", 3, 2])
 def test_only_the_first_rank_reads_what_all_need(url: str, version: str | int) -> None:
     save_three(url, 3)
@@ -159,6 +161,7 @@ def test_a_part_of_another_number_of_ranks_is_read_once(url: str) -> None:
     assert sum("/state/ranks/" in key for key in found[0]) == 2
 
 
+@pytest.mark.slow
 def test_a_fold_is_read_once(url: str) -> None:
     save_three(url, 2)
     cnr_store.compact(url)

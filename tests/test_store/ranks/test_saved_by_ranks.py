@@ -98,6 +98,7 @@ def readers_of(restored: Restored) -> list[int]:
     return [reader["rank"] for reader in restored.readers]
 
 
+@pytest.mark.slow
 def test_each_rank_gets_what_it_saved(saved: Saved) -> None:
     for rank, found in enumerate(saved.ranks):
         assert found["reader"] == rank

@@ -115,6 +115,7 @@ def ask_a_store(port_file: str) -> Any:
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_store_that_ends_or_hangs_is_an_error(tmp_path: Path, number: int) -> None:
     signals = {(0, "end"): [(0, number)]}

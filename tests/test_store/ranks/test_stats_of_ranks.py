@@ -45,6 +45,7 @@ def save_stats(job: SmallJob, step: int) -> list[SaveStats]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_count_the_same(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     folds = 0
     with SmallJob(url, 3, max_chain=2) as job:

@@ -17,6 +17,7 @@ from tests.test_store.ranks.support.thread_job import ThreadJob, changed
 SAVES = 3
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["consecutive", "auto"])

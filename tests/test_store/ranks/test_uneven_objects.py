@@ -45,6 +45,7 @@ def decisions_of_ranks(job: SmallJob) -> list[list[Decision]]:
     return decided
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large_on", [0, 1])
 def test_all_ranks_decide_alike(large_on: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_small_models(monkeypatch)

@@ -130,6 +130,7 @@ def test_every_tensor_of_a_file_is_aligned(store: Path, tmp_path: Path) -> None:
         assert header[name]["data_offsets"][0] % values.element_size() == 0
 
 
+@pytest.mark.slow
 def test_zarr_reads_what_open_shows(store: Path, tmp_path: Path) -> None:
     target = tmp_path / "new" / "model.zarr"
     info = cnr_store.export(store, target, format="zarr")
@@ -175,6 +176,7 @@ def test_an_older_version_can_be_exported(store: Path, tmp_path: Path) -> None:
     assert np.array_equal(found["users.weight"].numpy(), cnr_store.state_dict(store, first)["users.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
 def test_what_is_there_is_kept_unless_asked(store: Path, tmp_path: Path, kind: Format) -> None:
     target = tmp_path / "target"
@@ -223,6 +225,7 @@ def test_a_damaged_version_leaves_no_export(store: Path, tmp_path: Path, kind: F
         assert "cnr_version" not in zarr.open_group(target, mode="r").attrs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "zarr"])
 def test_an_export_goes_wherever_fsspec_leads(store: Path, kind: Format) -> None:
     target = f"memory://{uuid.uuid4().hex}/x"

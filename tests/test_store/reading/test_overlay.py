@@ -280,6 +280,7 @@ def test_a_copy_in_another_process_has_the_same_cut(folder: Path) -> None:
     np.testing.assert_array_equal(array[:], cnr_store.state_dict(folder)["c.weight"])
 
 
+@pytest.mark.slow
 def test_many_threads_read_one_store(folder: Path) -> None:
     catalog = Catalog(open_backend(folder))
     overlay = Overlay(catalog, catalog.find(), chunk_rows={"tables/c/weight": 256})
@@ -294,6 +295,7 @@ def test_many_threads_read_one_store(folder: Path) -> None:
         assert all(pool.map(agrees, range(200)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_reads_on(folder: Path) -> None:
     """In a process of its own, because pytest's has threads that nobody should fork."""

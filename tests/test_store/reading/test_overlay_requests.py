@@ -54,6 +54,7 @@ def _open(backend: CountingBackend) -> zarr.Array[Any]:
     return array
 
 
+@pytest.mark.slow
 def test_ten_rows_take_one_chunk_of_each_link_and_one_index_of_each_shard(
     huge: tuple[Huge, CountingBackend],
 ) -> None:

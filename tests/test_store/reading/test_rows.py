@@ -35,6 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
+@pytest.mark.slow
 @settings(max_examples=histories(100))
 @given(ids=st.lists(st.integers(0, 2999), max_size=40), step=st.integers(1, 3))
 def test_rows_are_those_of_the_whole_table(store: str, ids: list[int], step: int) -> None:

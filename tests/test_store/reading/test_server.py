@@ -339,6 +339,7 @@ def test_a_port_that_is_taken_is_an_error_at_once(folder: Path, port: int) -> No
         raise AssertionError("somebody else is served there")
 
 
+@pytest.mark.slow
 def test_without_the_extra_the_error_says_what_to_install() -> None:
     script = "import sys; sys.modules['starlette'] = None; import cnr_store.reading.server"
     found = subprocess.run(

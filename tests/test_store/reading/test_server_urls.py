@@ -51,6 +51,7 @@ def url(store: tuple[Path, dict[str, int]]) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.slow
 def test_clients_that_rewrite_urls_read_every_array(url: str, store: tuple[Path, dict[str, int]]) -> None:
     pytest.importorskip("aiohttp")
     numbers = store[1]

@@ -39,6 +39,7 @@ def test_a_run_that_begins_anew_beside_earlier_versions_is_told(
     assert "call resume() or load() before the first save" in caplog.text
 
 
+@pytest.mark.slow
 def test_without_torch_the_extra_is_named() -> None:
     script = "import sys; sys.modules['torch'] = None\nimport cnr_store\ncnr_store.Checkpointer"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -43,6 +43,7 @@ class Job:
         assert np.array_equal(stored, self.model.weight.detach().numpy())
 
 
+@pytest.mark.slow
 def test_saves_from_several_threads_take_turns(tmp_path: Path) -> None:
     job = Job(tmp_path, policy="consecutive")
     failures: list[BaseException] = []
@@ -121,6 +122,7 @@ def test_a_save_that_cannot_be_planned_forgets_no_row(
     job.assert_newest_is_now()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
 def test_a_table_that_grew_is_saved_whole(tmp_path: Path, policy: str) -> None:
     job = Job(tmp_path, rows=1000, policy=policy)
@@ -151,6 +153,7 @@ def test_a_removed_base_is_noticed_and_the_next_save_is_whole(tmp_path: Path, wh
     job.assert_newest_is_now()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["lost base", "failed load"])
 def test_restores_are_counted_on_where_nothing_can_be_leant_on(tmp_path: Path, how: str) -> None:
     store, failing = tmp_path / "store", threading.Event()
@@ -215,6 +218,7 @@ def test_an_error_in_the_block_is_not_replaced(tmp_path: Path, caplog: pytest.Lo
     assert "save of step 0 failed" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_row_too_wide_to_store_is_refused_before_writing(tmp_path: Path) -> None:
     model = nn.Embedding(1, (64 << 18) + 1)
     with cnr_store.Checkpointer(tmp_path, model) as checkpointer:
@@ -234,6 +238,7 @@ def test_names_too_long_to_store(tmp_path: Path) -> None:
     assert [len(values) for values in restored.values()] == [5000, 5001]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["zarr.json", "manifest"])
 def test_a_save_after_a_load_that_found_damage_is_whole(tmp_path: Path, lost: str) -> None:
     """Its base may be what was damaged, and a delta over a lost one could never be loaded."""

@@ -62,6 +62,7 @@ def run(store: Path, options: dict[str, Any], restart_every: int = SAVES) -> lis
     return policies_of(store)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("restart_every", [SAVES, 5])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -77,6 +78,7 @@ def test_training_decides_as_simulated(tmp_path: Path, policy: PolicyName, resta
     np.testing.assert_allclose(bytes_written, [save.bytes for save in simulated], rtol=0.02)
 
 
+@pytest.mark.slow
 def test_auto_mixes_deltas_and_writes_less_than_intermittent(tmp_path: Path) -> None:
     written = {}
     for policy in ("auto", "intermittent"):
@@ -87,11 +89,13 @@ def test_auto_mixes_deltas_and_writes_less_than_intermittent(tmp_path: Path) -> 
     assert written["auto"] < 0.9 * written["intermittent"]
 
 
+@pytest.mark.slow
 def test_auto_writes_no_chains_where_restores_abound(tmp_path: Path) -> None:
     found = run(tmp_path, {"policy": "auto", "restores_per_save": 1000.0})
     assert {one["since"] for one in found} == {"baseline"}
 
 
+@pytest.mark.slow
 def test_bits_follow_the_restores(tmp_path: Path) -> None:
     expected = ExpectedRestores(failures_per_node_hour=0.01, nodes=10, hours=15)
     widths = []
@@ -122,6 +126,7 @@ def two_tables(rows: int) -> tuple[nn.Module, nn.Embedding, nn.Embedding, SGD]:
     return model, large, other, SGD(model.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["one-shot", "intermittent"])
 def test_a_small_table_that_changes_as_a_whole_keeps_no_version_beside_the_baseline(
     tmp_path: Path, policy: PolicyName

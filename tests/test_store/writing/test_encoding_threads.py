@@ -53,6 +53,7 @@ def model(seed: int = 0) -> nn.Module:
     return nn.ModuleDict({"users": nn.Embedding(ROWS, DIM, sparse=True)})
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("kind", [OneByOne, Together])

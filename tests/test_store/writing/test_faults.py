@@ -126,6 +126,7 @@ def test_fault_at_every_read(memory: str, kind: Fault) -> None:
         finish(job)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_at_every_read_of_a_relative_delta(memory: str, kind: Fault) -> None:
@@ -143,6 +144,7 @@ def test_fault_at_every_read_of_a_relative_delta(memory: str, kind: Fault) -> No
     assert survived > 3
 
 
+@pytest.mark.slow
 def test_lost_answer_to_the_commit_is_a_success(root: str) -> None:
     job = prepared(root, "delta")
     info = job.save(spoil=Spoil("record", "after"))
@@ -151,6 +153,7 @@ def test_lost_answer_to_the_commit_is_a_success(root: str) -> None:
     finish(job)
 
 
+@pytest.mark.slow
 def test_commit_that_arrives_late_loses(root: str) -> None:
     """The request was given up, the rows went into the next version; then storage carries it out after all."""
     job = prepared(root, "delta")
@@ -171,6 +174,7 @@ def test_commit_that_arrives_late_loses(root: str) -> None:
     finish(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_fault_while_rows_are_still_in_the_model(memory: str, workers: int) -> None:
     """Without room for a copy, rows are read from the model while `save` waits; a fault must not leave it waiting."""
@@ -209,6 +213,7 @@ def test_older_writer_is_superseded_and_changes_nothing(root: str) -> None:
     job.close()
 
 
+@pytest.mark.slow
 def test_commit_between_the_look_and_the_newer_claim_is_whole(root: str) -> None:
     """A writer that was held up on its last step commits a complete version of its own; the newer stays latest."""
     job = prepared(root, "delta")

@@ -69,6 +69,7 @@ def stored(tmp_path: Path) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
     return url, {name: tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_training_goes_on(stored: tuple[str, dict[str, np.ndarray[Any, Any]]]) -> None:
     url, weights = stored
     model, optimizer = build()

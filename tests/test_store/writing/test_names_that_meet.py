@@ -91,6 +91,7 @@ def paths(backend: Backend) -> dict[str, str]:
     return dict(record.stored_paths)
 
 
+@pytest.mark.slow
 def test_every_name_comes_back_under_itself(backend: Backend, tmp_path: Path) -> None:
     model, optimizers = make()
     options: dict[str, Any] = {"bits": 32, "policy": "consecutive", "rng": False}
@@ -134,6 +135,7 @@ def test_every_name_comes_back_under_itself(backend: Backend, tmp_path: Path) ->
         np.testing.assert_array_equal(cnr_store.state_dict(backend, 1)[name], values)
 
 
+@pytest.mark.slow
 def test_a_name_stays_where_its_parent_has_it(backend: Backend) -> None:
     """`users` came later and is escaped; it stays so when `Users` goes, and `Users` comes back escaped or not."""
     seen = []

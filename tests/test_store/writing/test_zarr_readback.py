@@ -90,6 +90,7 @@ def _is_dense(path: str) -> bool:
     return path.startswith("dense/")
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 32])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -101,12 +102,14 @@ def test_zarr_reads_every_array(tmp_path: Path, policy: PolicyName, bits: int) -
     _assert_zarr_reads(open_backend(tmp_path).zarr_store(), infos[-1:], oracle)
 
 
+@pytest.mark.slow
 def test_zarr_reads_memory() -> None:
     url = f"memory://readback-{uuid.uuid4().hex}"
     infos, oracle = _train(url, "consecutive", 4)
     _assert_zarr_reads(open_backend(url).zarr_store(), infos, oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_overlay_equals_load(tmp_path: Path, policy: PolicyName) -> None:
@@ -146,6 +149,7 @@ def _assert_state_dict(found: Arrays, everything: Arrays) -> None:
         _assert_same(found[name], values, name)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("position", [0, 4])
 def test_xarray_opens_versions(tmp_path: Path, position: int) -> None:
@@ -177,6 +181,7 @@ def _assert_tree(store: Any, consolidated: bool | None, expected: Arrays) -> Non
             _assert_same(found[path].compute().data, values, path)
 
 
+@pytest.mark.slow
 def test_what_direct_paths_lose(tmp_path: Path) -> None:
     """Arrays of rows have no document of their own: they are found through their version alone."""
     infos, oracle = _train(tmp_path, "consecutive", 4)
@@ -214,6 +219,7 @@ class BigTable(nn.Module):
         self.dense = nn.Buffer(torch.rand(1001, 9000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 32])
 def test_arrays_keep_their_limits(tmp_path: Path, bits: int) -> None:
     model = BigTable(0)

@@ -21,6 +21,7 @@ FAILING = {2: 2, 3: 0, 5: 1, 6: 1, 7: 2}
 """By step, the rank that fails."""
 
 
+@pytest.mark.slow
 def test_ranks_go_on_and_give_up_together(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,6 +29,7 @@ def found(url: str) -> list[dict[str, Any]]:
     return [each.value for each in outcomes]
 
 
+@pytest.mark.slow
 def test_parameters_that_are_no_replicas_are_not_saved(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["other values"].startswith("SaveError")

@@ -60,6 +60,7 @@ def resume(group: Readers, states: list[Any]) -> None:
         reader.load_state_dict(reader.split_state(states, rank, len(group)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_every_sample_of_an_epoch_is_seen_once(data: st.DataObject) -> None:

@@ -139,6 +139,7 @@ class DrawingForEach(Sampler[int]):
             yield left.pop((self.generator or random).randrange(len(left)))
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("draws", ["own", "shared", "global", "global elsewhere"])

@@ -119,6 +119,7 @@ CYCLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize(("codec", "dtype"), CYCLES, ids=str)
 def test_what_is_loaded_equals_what_the_host_would_have_saved(
@@ -192,6 +193,7 @@ def test_an_operation_that_fails_leaves_the_rows_to_the_host(
     assert all(torch.equal(found[name], values) for name, values in wanted.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["copy", "gather", "flags"])
 def test_a_device_that_is_lost_fails_the_save_and_no_row_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

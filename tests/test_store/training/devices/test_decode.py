@@ -43,6 +43,7 @@ def check(codec: RowCodec, table: torch.Tensor, element: str, seed: int) -> None
     assert (wide[:, 2 + dim :] == 5).all()
 
 
+@pytest.mark.slow
 @given(
     dim=st.sampled_from([1, 2, 3, 17, 70]),
     scheme=st.sampled_from(["symmetric", "asymmetric", "adaptive"]),
@@ -76,6 +77,7 @@ def test_each_code_of_a_floating_grid(mantissa: int, element: str) -> None:
     np.testing.assert_array_equal(_bits(_decoded(codes, mantissa, 0.0, element)), _bits(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("step", [2.0**-100, 2.0**-38, 3 * 2.0**-24, 0.115234375, 1.0, 255.0, 2.0**100])
 def test_each_code_of_a_lattice(step: float, element: str) -> None:

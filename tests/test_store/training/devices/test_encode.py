@@ -74,6 +74,7 @@ def check(codec: RowCodec, table: torch.Tensor, element: str, seed: int) -> None
     assert found == wanted
 
 
+@pytest.mark.slow
 @given(
     dim=st.sampled_from([1, 2, 3, 17, 32, 70]),
     scheme=st.sampled_from(["symmetric", "asymmetric"]),
@@ -90,6 +91,7 @@ def test_rows_over_their_ranges(dim: int, scheme: SchemeName, bits: int, element
         assert not can_encode(codec, table, False)
 
 
+@pytest.mark.slow
 @given(dim=st.sampled_from([3, 9, 17]), bits=st.sampled_from([2, 3, 4, 8]), element=ELEMENTS, seed=SEEDS)
 @settings(deadline=None, max_examples=12)
 def test_rows_that_are_searched(dim: int, bits: int, element: str, seed: int) -> None:
@@ -99,12 +101,14 @@ def test_rows_that_are_searched(dim: int, bits: int, element: str, seed: int) ->
         check(codec, table, element, seed)
 
 
+@pytest.mark.slow
 @given(dim=st.sampled_from([1, 3, 17, 70]), element=ELEMENTS, scale=st.floats(-20, 20), seed=SEEDS)
 @settings(deadline=None, max_examples=20)
 def test_rows_on_a_lattice(dim: int, element: str, scale: float, seed: int) -> None:
     check(LatticeRows(step=lattice_step(2.0**scale)), table_of(40, dim, seed, element), element, seed)
 
 
+@pytest.mark.slow
 @given(dim=st.sampled_from([1, 3, 17, 70]), mantissa=st.integers(1, 7), element=ELEMENTS, seed=SEEDS)
 @settings(deadline=None, max_examples=30)
 def test_rows_on_a_floating_grid(dim: int, mantissa: int, element: str, seed: int) -> None:
@@ -121,6 +125,7 @@ def edges_of(mantissa: int) -> Rows:
     return np.unique(bits).astype(np.uint32).view(np.float32)[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("mantissa", [1, 3, 7])
@@ -157,6 +162,7 @@ def test_wide_rows(codec: RowCodec, dim: int) -> None:
     check(codec, table_of(20, dim, 1, "float32"), "float32", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize(
     "codec",
@@ -220,6 +226,7 @@ def relative_rows(
     return FloatingRows(mantissa, relative=True), parent
 
 
+@pytest.mark.slow
 @given(
     dim=st.sampled_from([1, 3, 17, 70]),
     element=ELEMENTS,
@@ -258,6 +265,7 @@ def test_relative_rows_have_the_payloads_of_the_host(
     np.testing.assert_array_equal(ours.made, theirs.made)
 
 
+@pytest.mark.slow
 def test_one_row_and_none() -> None:
     codec, table = UniformRows("adaptive", 4), torch.randn(1, 8, device=DEVICE)
     (payload,) = encode(codec, table, None).payloads(0, 1, None, [0, 1], 4, seals=[7])

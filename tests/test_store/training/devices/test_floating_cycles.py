@@ -99,6 +99,7 @@ def counted() -> Callable[[int], str]:
     return lambda size: f"{next(numbers):0{2 * size}x}"
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("codec", [{"id": "cnr_uniform", "scheme": "asymmetric", "bits": 4}, RELATIVE])
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ class LostDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [LosslessRows(), UniformRows("asymmetric", 8)], ids=str)
 def test_a_device_that_is_lost_at_any_read_fails_the_save(tmp_path: Path, codec: RowCodec) -> None:
     error = RuntimeError("CUDA error: device lost")

@@ -105,6 +105,7 @@ def run(folder: Path, there: Sequence[str], codec: RowCodec) -> dict[str, torch.
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("codec", [UniformRows("asymmetric", 4), LosslessRows()], ids=str)
 @pytest.mark.parametrize("there", [["items"], ["users"], ["items", "users"]], ids=str)
@@ -126,6 +127,7 @@ def test_tables_in_both_kinds_of_memory(
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.slow
 def test_a_version_is_loaded_wherever_the_tables_are(tmp_path: Path, used: Used) -> None:
     """A job goes on with its tables elsewhere than before."""
     codec = UniformRows("symmetric", 8)

@@ -156,6 +156,7 @@ def relative_rows(folder: Path, path: str = TABLE) -> list[int]:
     return [count_relative(str(folder), each.id, path) for each in cnr_store.versions(str(folder))]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(7)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("dim", [1, 3, 17])
@@ -178,6 +179,7 @@ def test_a_chain_of_hard_rows(
         assert {Scheme.ASYMMETRIC, Scheme.SYMMETRIC} & {*written}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [adagrad, row_wise])
 def test_state_that_follows_rows(optimizer: Any, tmp_path: Path, written: list[Scheme]) -> None:
     values = table_of(ROWS, 6, 3, "float32").nan_to_num(posinf=1, neginf=-1)
@@ -186,6 +188,7 @@ def test_state_that_follows_rows(optimizer: Any, tmp_path: Path, written: list[S
     assert len(written) > 1
 
 
+@pytest.mark.slow
 def test_many_threads_with_a_part_of_the_rows_each(
     tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +199,7 @@ def test_many_threads_with_a_part_of_the_rows_each(
     assert len(written) > 6
 
 
+@pytest.mark.slow
 def test_a_target_that_has_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a rank has them whose table is shared."""
     values = table_of(ROWS, 6, 3, "float32")
@@ -219,6 +223,7 @@ def test_other_codecs_are_left_to_the_host(tmp_path: Path, written: list[Scheme]
     assert not written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [BY_4_BITS, FloatingRows(relative=True)], ids=str)
 def test_segments_that_the_device_leaves(
     codec: RowCodec, tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
@@ -230,6 +235,7 @@ def test_segments_that_the_device_leaves(
     assert not written
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("codec", [BY_4_BITS, FloatingRows(relative=True)], ids=str)
 @pytest.mark.parametrize("after", [0, 2])
@@ -258,6 +264,7 @@ def test_memory_that_is_short_leaves_rows_to_the_host(
     assert "could not be decoded" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_version_that_is_folded_while_it_is_loaded(
     tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ from tests.test_store.training.devices.test_restore import (
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("element", sorted(DTYPES))
 @pytest.mark.parametrize("optimizer", [adagrad, row_wise, one_sum])
@@ -50,6 +51,7 @@ def test_state_on_a_floating_grid(
     assert written.count(Scheme.LATTICE) == 2
 
 
+@pytest.mark.slow
 def test_a_chain_of_several_codecs(tmp_path: Path, written: list[Scheme]) -> None:
     """Integers over packed codes over integers, as far as the store lets them be."""
     values = table_of(ROWS, 6, 3, "float32").nan_to_num(posinf=1, neginf=-1).clamp(-9, 9)
@@ -82,6 +84,7 @@ def error_of(folder: Path, values: torch.Tensor, codec: RowCodec) -> str:
     return said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("codec", [BY_4_BITS, RELATIVE], ids=str)
 @pytest.mark.parametrize("newest", [False, True])

@@ -72,6 +72,7 @@ def run(url: str, codec: dict[str, Any]) -> Truth:
         return job.found()
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(
     ("codec", "saves"),

@@ -451,6 +451,7 @@ def test_every_cut_of_a_file_is_told(model: Model, tmp_path: Path) -> None:
     cnr_store.import_file(source, tmp_path / "store")
 
 
+@pytest.mark.slow
 def test_safetensors_are_imported_without_torch(model: Model, tmp_path: Path) -> None:
     cnr_store.save(tmp_path / "saved", model)
     cnr_store.export(tmp_path / "saved", tmp_path / "file")

@@ -110,6 +110,7 @@ def test_rows_that_no_table_has(stored: Path, model: nn.Module, rows: Any) -> No
         cnr_store.load(stored, model, rows={"user": rows})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [[], (), range(0), np.array([], bool), torch.tensor([])])
 def test_no_rows_are_none(stored: Path, model: nn.Module, rows: Any) -> None:
     cnr_store.load(stored, model, rows=rows)

@@ -127,6 +127,7 @@ def assert_is(store: Store, trainer: Trainer, version: int) -> None:
     assert torch.rand(3).numpy().tobytes() == store.drawn[version]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["zarr.json", "manifest", "state/main.json", f"{WEIGHT}/c/0/0", "dense/model/top.weight/c/0/0"]
 )
@@ -255,6 +256,7 @@ def test_a_sound_version_that_is_folded_while_it_loads_is_not_skipped(tmp_path: 
     checkpointer.close()
 
 
+@pytest.mark.slow
 def test_a_storage_that_does_not_answer_is_no_damage(store: Store) -> None:
     def loads(fault: Callable[[str, str, int], Fault]) -> FaultyBackend:
         backend = FaultyBackend(open_backend(store.url), fault, reads=True)

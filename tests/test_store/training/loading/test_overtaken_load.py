@@ -68,6 +68,7 @@ class _Overtaker:
         self.operations += 1
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive"])
 @pytest.mark.parametrize("remove", [False, True])

@@ -67,6 +67,7 @@ def save_exactly(trainer: Trainer, backend: Backend, step: int) -> Record:
     return Catalog(backend).record(version)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_first_save_builds_on_the_fold_that_took_the_place_of_its_base(
     backend: Backend, policy: str, caplog: pytest.LogCaptureFixture
@@ -88,6 +89,7 @@ def test_the_first_save_builds_on_the_fold_that_took_the_place_of_its_base(
     assert cnr_store.verify(backend, deep=True).ok
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("full", [(), (3,)])
@@ -130,6 +132,7 @@ def test_the_first_save_builds_on_the_fold_of_an_older_link(backend: Backend) ->
     trainer.close()
 
 
+@pytest.mark.slow
 def test_rows_on_a_lattice_go_on_over_the_fold(backend: Backend) -> None:
     options: dict[str, Any] = {"codec": {"id": "cnr_lattice", "rms_step": 0.35}, "bits": "auto"}
     made = save_many(backend, [1, 2, 3], **options)
@@ -204,6 +207,7 @@ def test_upkeep_before_any_operation_of_the_first_save_fails_no_save(version: st
     assert ("baseline" in kinds) == (version == 2)
 
 
+@pytest.mark.slow
 def test_only_the_first_save_after_a_load_looks_at_the_store_while_training_waits(backend: Backend) -> None:
     seen: list[str] = []
 
@@ -224,6 +228,7 @@ def test_only_the_first_save_after_a_load_looks_at_the_store_while_training_wait
     trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["before", "unanswered"])
 def test_a_store_that_fails_the_look_once_costs_no_save(backend: Backend, fault: Fault) -> None:
     save_many(backend, [1, 2], bits=32)
@@ -247,6 +252,7 @@ def test_a_store_that_fails_the_look_once_costs_no_save(backend: Backend, fault:
     assert cnr_store.verify(backend, deep=True).ok
 
 
+@pytest.mark.slow
 def test_a_preempted_job_keeps_its_only_save_though_cron_ran_before_it(tmp_path: Path) -> None:
     backend = open_backend(tmp_path)
     save_many(backend, [1, 2, 3], bits=32)
@@ -261,6 +267,7 @@ def test_a_preempted_job_keeps_its_only_save_though_cron_ran_before_it(tmp_path:
     assert cnr_store.versions(backend)[-1].step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "kind", "upkeep"),
     [

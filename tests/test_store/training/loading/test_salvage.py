@@ -61,6 +61,7 @@ def check_salvaged(
     return restored
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(7)
 @pytest.mark.parametrize(
     ("damage", "path"), [*((damage, WEIGHT) for damage in DAMAGES), ("codes flipped", SLOT)]
@@ -88,6 +89,7 @@ def consecutive(tmp_path_factory: pytest.TempPathFactory) -> SavedStore:
     return SavedStore(tmp_path_factory.mktemp("consecutive") / "store", "consecutive")
 
 
+@pytest.mark.slow
 def test_only_rows_of_the_damaged_chunk_are_salvaged(saved: SavedStore, tmp_path: Path) -> None:
     folder = saved.copy(tmp_path / "store")
     DAMAGES["codes flipped"](shard_of(folder, saved.ids[-1]))
@@ -250,6 +252,7 @@ def test_rows_without_any_value_are_an_error_that_names_them(saved: SavedStore, 
         load(folder, salvage=True)
 
 
+@pytest.mark.slow
 def test_fallback_takes_the_version_before_if_one_cannot_be_salvaged(
     saved: SavedStore, tmp_path: Path
 ) -> None:
@@ -272,6 +275,7 @@ def test_chosen_rows_alone_are_salvaged(saved: SavedStore, tmp_path: Path) -> No
     assert np.array_equal(model.emb.weight.detach().numpy()[:50], saved.values[-2]["emb"][:50])
 
 
+@pytest.mark.slow
 def test_quantized_rows_are_salvaged_bit_for_bit(tmp_path: Path) -> None:
     saved = SavedStore(tmp_path / "saved", "consecutive", bits=4)
     folder = saved.copy(tmp_path / "store")

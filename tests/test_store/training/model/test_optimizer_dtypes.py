@@ -232,6 +232,7 @@ def sharded(tmp_path: Path) -> Iterator[Any]:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_can_not_tell_its_state(tmp_path: Path, sharded: Any) -> None:
     def make(parameters: Any) -> Any:
         return sharded(parameters, Adagrad, lr=0.1)

@@ -72,6 +72,7 @@ def test_state_goes_to_a_grid_only_if_asked(tmp_path: Path) -> None:
         assert codec(found, "tiny", "sum") == {"id": "cnr_rows"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spread", "kept"), [(0.02, True), (30.0, False)])
 def test_deltas_decide(tmp_path: Path, spread: float, kept: bool) -> None:
     """Rows that move far beyond what they were in the whole version take more than 4 bits a value on its steps."""
@@ -93,6 +94,7 @@ def test_deltas_decide(tmp_path: Path, spread: float, kept: bool) -> None:
     assert not cnr_store.verify(str(tmp_path), deep=True).problems
 
 
+@pytest.mark.slow
 def test_more_restores_than_expected_give_the_finest_step(tmp_path: Path) -> None:
     model = Model()
     for _ in range(3):
@@ -110,6 +112,7 @@ def test_width_beside_auto_is_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path, Model(), codec="auto", bits=4)
 
 
+@pytest.mark.slow
 def test_offers_follow_the_deltas_written(tmp_path: Path) -> None:
     """Relative rows take less than codecs estimate, so the policy would overrate what a delta costs."""
     torch.manual_seed(0)

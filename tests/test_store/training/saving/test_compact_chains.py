@@ -93,6 +93,7 @@ def test_without_it_nothing_is_folded(tmp_path: Path) -> None:
     assert folds(job.backend) == []
 
 
+@pytest.mark.slow
 def test_folds_let_retention_remove_what_they_stand_for(tmp_path: Path) -> None:
     """Consecutive deltas alone would keep every version for ever."""
     job = Job(open_backend(tmp_path), max_chain=2, keep_last=1)
@@ -107,6 +108,7 @@ def test_folds_let_retention_remove_what_they_stand_for(tmp_path: Path) -> None:
     job.check()
 
 
+@pytest.mark.slow
 def test_a_save_planned_before_the_fold_keeps_what_it_leans_on(tmp_path: Path) -> None:
     """The fold of one version ends while the next save is under way, and retention runs behind both."""
     reached, go_on = threading.Event(), threading.Event()
@@ -136,6 +138,7 @@ def test_a_save_planned_before_the_fold_keeps_what_it_leans_on(tmp_path: Path) -
     assert len(cnr_store.versions(inner)) <= 4
 
 
+@pytest.mark.slow
 def test_folds_slower_than_saves_do_not_keep_retention_from_its_work(tmp_path: Path) -> None:
     """Each fold ends only once the next save is under way, so that some fold always waits to be taken up."""
     turn, commits, until = threading.Condition(), 0, 0

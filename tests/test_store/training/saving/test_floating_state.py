@@ -169,6 +169,7 @@ def test_training_goes_on_with_finite_steps_after_every_restore(
         assert float((model.users.weight.detach() - before).abs().max()) < 0.05
 
 
+@pytest.mark.slow
 def test_rows_that_were_saved_with_a_width_or_none_are_followed_by_a_grid(tmp_path: Path) -> None:
     """One chain has lossless rows, rows of 8 bits and rows on two grids."""
     model, optimizer, _ = saved(tmp_path, "consecutive", 1, state_bits=32)

@@ -82,6 +82,7 @@ def test_who_asks_for_a_result_gets_the_failure(tmp_path: Path) -> None:
         job.heals()
 
 
+@pytest.mark.slow
 def test_a_newer_writer_is_never_only_logged(tmp_path: Path) -> None:
     job = Job(tmp_path, on_failure="log")
     job.checkpointer.save(1).result()
@@ -161,6 +162,7 @@ def test_each_operation_is_tried_again(tmp_path: Path, fault: Fault, quick: list
     assert_newest(tmp_path, job.model)
 
 
+@pytest.mark.slow
 def test_the_first_save_is_tried_again_too(tmp_path: Path, quick: list[float]) -> None:
     """Also the claim, whose answer may get lost."""
     for number in range(100):

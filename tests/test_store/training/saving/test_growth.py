@@ -46,6 +46,7 @@ class Training:
         return Catalog(self.backend).record(self.infos[-1].id)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize(("policy", "saves"), [("consecutive", 200), ("auto", 80), ("one-shot", 80)])
 def test_records_stay_small_however_many_versions_there_are(policy: PolicyName, saves: int) -> None:
@@ -59,6 +60,7 @@ def test_records_stay_small_however_many_versions_there_are(policy: PolicyName, 
     assert late <= early + 100  # numbers have more digits
 
 
+@pytest.mark.slow
 def test_chains_of_more_than_64_versions_are_folded_unless_told_otherwise() -> None:
     backend = open_backend(f"memory://{uuid.uuid4()}")
     table = nn.Embedding(100, 2, sparse=True)
@@ -72,6 +74,7 @@ def test_chains_of_more_than_64_versions_are_folded_unless_told_otherwise() -> N
     assert [len(Catalog(backend).record(info.id).needs) for info in infos[62:67]] == [62, 63, 64, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("options", [{}, {"keep_last": 3}])
 def test_a_save_asks_the_storage_for_as_much_among_many_versions(options: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ def _ask(ask: Callable[[], object], number: int) -> None:
         sys.settrace(former)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_an_interrupt_of_a_wait_hangs_no_later_save(tmp_path: Path) -> None:
     def slowly(*_: object) -> None:

@@ -160,6 +160,7 @@ class Tables(nn.Module):
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_whole_tables_are_told_of_once_and_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Tables(20)
     for module in model.modules():

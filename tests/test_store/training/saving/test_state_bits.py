@@ -58,6 +58,7 @@ def squares(draw: st.DrawFn) -> tuple[str, Array]:
     return element, rows.astype(array_dtype(element))
 
 
+@pytest.mark.slow
 @settings(max_examples=histories(200), deadline=None)
 @given(drawn=squares(), bits=st.sampled_from(WIDTHS))
 def test_no_square_comes_back_smaller_or_much_larger_than_it_was(drawn: tuple[str, Array], bits: int) -> None:
@@ -103,6 +104,7 @@ def test_rows_that_are_not_quantized_keep_every_bit(bits: int) -> None:
     assert found[3:6].tobytes() == rows[3:6].tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(drawn=squares(), bits=st.sampled_from(WIDTHS), data=st.data())
 def test_a_row_is_encoded_as_it_is_alone(drawn: tuple[str, Array], bits: int, data: st.DataObject) -> None:

@@ -130,6 +130,7 @@ LAYOUTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
+@pytest.mark.slow
 @compiles
 @given(st.integers(1, 200), st.lists(st.integers(0, 210), max_size=30), st.sampled_from(LAYOUTS))
 def test_ids_are_marked_alike_however_they_lie_in_memory(
@@ -221,6 +222,7 @@ def test_marking_ids_of_many_tables_tells_which_have_an_id_out_of_range() -> Non
     assert [bitmap.rows_of(one, 300).tolist() for one in ours] == [[0, 8], [19], [299]]
 
 
+@pytest.mark.slow
 def test_threads_that_mark_one_bitmap_undo_nothing() -> None:
     even, odd = np.tile(np.arange(0, 64, 2), 40_000), np.arange(1, 64, 2)
     for _ in range(150):
@@ -255,6 +257,7 @@ print("read")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="mprotect is POSIX")
 def test_no_memory_behind_a_gradient_is_read() -> None:
     """A page behind it may belong to nobody: reading it ends the process, which is thus another one."""

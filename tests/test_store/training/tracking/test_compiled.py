@@ -73,6 +73,7 @@ class Job:
         return first
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(("backend", "dynamic", "fullgraph"), [*BACKENDS, *INDUCTOR])
 def test_lookups_and_steps_flag_the_same_rows_as_in_eager_code(
@@ -90,6 +91,7 @@ def test_lookups_and_steps_flag_the_same_rows_as_in_eager_code(
     assert job.swap() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_without_an_optimizer_lookups_alone_flag_rows(backend: str, fullgraph: bool) -> None:
@@ -105,6 +107,7 @@ def call(module: nn.Module, ids: torch.Tensor) -> object:
     return module(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("each", [True, False])
 def test_modules_that_share_compiled_code_are_told_apart(fullgraph: bool, each: bool) -> None:
@@ -134,6 +137,7 @@ class Again(nn.Module):
         return checkpoint(self.net, ids, use_reentrant=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_activations_that_are_computed_again_in_compiled_code(backend: str, fullgraph: bool) -> None:
@@ -147,6 +151,7 @@ def test_activations_that_are_computed_again_in_compiled_code(backend: str, full
         assert job.swap() == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_gradients_that_gather_over_saves_under_autocast(fullgraph: bool) -> None:
     job = Job(backend="aot_eager", fullgraph=fullgraph)
@@ -159,6 +164,7 @@ def test_gradients_that_gather_over_saves_under_autocast(fullgraph: bool) -> Non
     assert job.swap() == [1, 2, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_tracker_newer_than_the_compiled_code_is_told_and_a_closed_one_is_not(fullgraph: bool) -> None:
     job = Job(given=False, backend="eager", fullgraph=fullgraph)
@@ -170,6 +176,7 @@ def test_a_tracker_newer_than_the_compiled_code_is_told_and_a_closed_one_is_not(
     assert {*map(tuple, map(listed, closed.swap().values()))} == {(1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_other_tensors_looked_up_in_a_tables_place_make_it_whole(fullgraph: bool) -> None:
     job = Job(given=False)
@@ -182,6 +189,7 @@ def test_other_tensors_looked_up_in_a_tables_place_make_it_whole(fullgraph: bool
     assert job.tracker.whole_reasons().keys() == {"table", "bag"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["optimizer's step", "training step"])
 def test_compiled_steps_flag_rows(part: str) -> None:
     job = Job()
@@ -215,6 +223,7 @@ def test_exported_programs_are_free_of_hooks() -> None:
     assert job.swap() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
 def test_what_a_full_graph_trains_is_restored(tmp_path: Path, policy: PolicyName) -> None:
     job = Job(backend="aot_eager", fullgraph=True)

@@ -214,6 +214,7 @@ def by_numpy(weight: torch.Tensor) -> nn.Embedding:
     return nn.Embedding(ROWS - 5, 3, _weight=rows, sparse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [by_its_data, by_itself, by_numpy])
 @pytest.mark.parametrize("optimizer", ["given", "none"])
 @pytest.mark.parametrize("fused", [False, True])

@@ -71,6 +71,7 @@ def hook(job: Job, when: str, *, prepend: bool = False) -> None:
     register(lambda *_: job.change(job.table.weight), prepend=prepend)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("make", [embedding, bag])
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -114,6 +114,7 @@ def history(kind: str, given: bool, seed: int) -> Seen:
     return [*seen, many.swap()]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.filterwarnings("ignore:grad and param do not obey:UserWarning")
 @pytest.mark.parametrize("given", [True, False])

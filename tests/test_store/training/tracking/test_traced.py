@@ -112,6 +112,7 @@ def test_once_steps_are_seen_lookups_explain_no_other_change() -> None:
     assert bench.swap() == [2, 3]  # those of the interval before are flagged again
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own modules
 # Once another test has imported it, tensordict (of TorchRec) looks at the gradient of whatever vmap returns.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

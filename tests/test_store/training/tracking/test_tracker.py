@@ -277,6 +277,7 @@ def test_close_takes_the_hooks_off() -> None:
     assert not bench.table._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_copied_and_pickled_models_are_not_tracked_and_keep_no_tracker_alive() -> None:
     bench = Bench()
     copied = copy.deepcopy(bench.model)
@@ -296,6 +297,7 @@ def test_copied_and_pickled_models_are_not_tracked_and_keep_no_tracker_alive() -
 
 
 # The compiler itself looks at every tensor's gradient where it leaves compiled code.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("given", [True, False])
 def test_a_compiled_model_is_tracked(given: bool) -> None:

@@ -100,6 +100,7 @@ def test_without_an_optimizer_only_tables_that_train_are_explained_by_lookups() 
     assert listed(swapped["teacher"]) == ALL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, 1000, 100_000])
 def test_memory_that_comes_back_at_the_same_address_is_other_memory(rows: int) -> None:
     table = nn.Embedding(rows, 3)
@@ -238,6 +239,7 @@ def test_telling_rows_does_not_explain_a_tensor_that_was_replaced(change: Callab
     assert bench.swap() == []
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("kind", ["adagrad", "sparse_adam"])
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
@@ -284,6 +286,7 @@ class InterruptedLine:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [True, False])
 def test_a_swap_interrupted_anywhere_forgets_no_row(given: bool) -> None:
     for line in itertools.count(1) if NIGHT else itertools.count(1 + TODAY % 2, 2):

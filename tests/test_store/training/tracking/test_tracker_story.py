@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,6 +83,7 @@ class Story(Bench):
             self.saved = now
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=histories(200))
 @given(
     st.sampled_from([*TRUSTED]), st.booleans(), st.sampled_from([None, 0.05]), st.lists(ACTIONS, max_size=25)

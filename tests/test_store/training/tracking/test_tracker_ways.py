@@ -101,6 +101,7 @@ def test_weights_of_samples(device: str) -> None:
     assert job.swap() == ([1, 2, 3], [0, 4, 5, 6])
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(2)
 # The compiler itself looks at every tensor's gradient where it leaves compiled code.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -118,6 +119,7 @@ def test_a_compiled_model(backend: str, options: dict[str, Any]) -> None:
         assert {*rows[3:]} <= {*table} <= {*FIRST, *SECOND}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("norm", [None, 0.1])

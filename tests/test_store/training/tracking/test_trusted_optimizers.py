@@ -90,6 +90,7 @@ def check_small_deltas(tmp_path: Path, closing: list[Job], kind: Any, **options:
     assert other.rows_saved(9) == 2
 
 
+@pytest.mark.slow
 def test_torchrecs_class_is_saved_by_rows(tmp_path: Path, closing: list[Job]) -> None:
     check_small_deltas(tmp_path, closing, RowWiseAdagrad)
     stored = cnr_store.open(tmp_path)["tables/0/sum"]
@@ -97,6 +98,7 @@ def test_torchrecs_class_is_saved_by_rows(tmp_path: Path, closing: list[Job]) ->
     assert stored.shape == (ROWS, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OWN)
 def test_a_class_of_ones_own_is_saved_by_rows(
     tmp_path: Path, closing: list[Job], kind: type[Optimizer]

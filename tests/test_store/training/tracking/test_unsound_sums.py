@@ -79,6 +79,7 @@ def check_newest(url: Path, job: Job, make: Make = adagrad) -> None:
         assert torch.equal(other.sums.nan_to_num(99), job.sums.nan_to_num(99))
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(6)
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,6 +105,7 @@ def test_a_row_repaired_without_its_sum_is_saved_as_it_becomes(
     check_newest(tmp_path, job, make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [True, False])
 def test_a_sum_that_is_nan_from_the_begin_or_by_a_load_is_found(tmp_path: Path, given: bool) -> None:
     job = Job(given=given)
