@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
 
 @pytest.mark.slow
-@pytest.mark.some_by_day(4)
+@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stop", [2 * BATCHES, 2 * BATCHES + 2])
 @pytest.mark.parametrize("hook", [None, "on_train_epoch_start", "on_train_epoch_end"])

@@ -280,6 +280,7 @@ def test_a_place_whose_name_is_a_pattern_is_itself(tmp_path: Path, name: str) ->
     assert np.array_equal(values_of(found, "tables/weight/weight"), cnr_store.state_dict(source)["weight"])
 
 
+@pytest.mark.some_by_day(1)
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["safetensors", "parquet"])
 def test_what_others_put_since_a_listing_is_seen_on_s3(

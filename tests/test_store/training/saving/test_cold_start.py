@@ -158,6 +158,7 @@ def test_a_full_disk_fails_nothing(tmp_path: Path) -> None:
         assert str(place) not in folders or "can't be kept" in log
 
 
+@pytest.mark.nightly  # it compiles everything
 def test_no_folder_that_can_be_written_fails_nothing() -> None:
     (folders, hits), _ = run(
         _DECODE, NUMBA_CACHE_DIR="", NUMBA_CACHE_LOCATOR_CLASSES="_UserProvidedCacheLocator"

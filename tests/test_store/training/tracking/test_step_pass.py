@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 from cnr_store.training.model.tables import find_tables
 from cnr_store.training.tracking.step_pass import StepPass
 from cnr_store.training.tracking.tracker import Tracker
+from tests.nightly import NIGHT
 from tests.test_store.support.tracked_table import Bench, ids, listed
 
 Seen = list[tuple[dict[str, list[int]], set[str]]]
@@ -122,7 +123,7 @@ def history(kind: str, given: bool, seed: int) -> Seen:
 def test_any_history_flags_what_a_closer_look_at_each_table_flags(
     kind: str, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seeds = range(4)
+    seeds = range(4 if NIGHT else 2)
     ours = [history(kind, given, seed) for seed in seeds]
     monkeypatch.setattr(StepPass, "before", lambda self, _: self.stepped)
     monkeypatch.setattr(StepPass, "after", lambda self, *_: self.stepped)
