@@ -135,8 +135,9 @@ class Loader:
         def read() -> tuple[Restored, dict[str, Bitmap]]:
             try:
                 with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-                    found = restore.run(self.options.rng, transfer, saves.tracker)
+                    found = restore.run(self.options.rng, transfer, saves.tracker.clear)
                     saves.tracker.adopt_replaced()  # by code of the caller that the load ran
+                    restore.explain_changes(saves.tracker)
                     return found
             finally:
                 trained.follow_loaded()

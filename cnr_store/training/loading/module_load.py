@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -55,6 +54,7 @@ class ModuleLoad:
                         self._in_place[id(present)] = stands[id(present)]
                 given[key] = stands[id(present)]
         self._kept = {id(value) for value in self._in_place.values()}
+        self._watched: dict[int, Any] = {}
         self._of_tables = {local_of(table.parameter).untyped_storage().data_ptr() for table in tables}
         self._counters = [VersionCounter(local_of(table.parameter)) for table in self._tables.values()]
         self._copies = Counter[int]()  # by id of a table's parameter: how often it is copied to itself
@@ -66,37 +66,39 @@ class ModuleLoad:
         self._told: tuple[list[str], list[str]] = [], []  # missing, unexpected
         self._errors: list[str] = []
 
-    def run(self, kept: Collection[str]) -> list[str]:
+    def run(self, kept: Collection[str]) -> None:
         """Run it. In a whole load each entry has to be taken, and none may be missing; tables named `kept` stay.
 
         `ModelMismatchError` if not, or if a module or a hook failed or moved a table's entry: the model is then partly
         overwritten.
-
-        Returns: The names of the tables whose rows are as they were, as far as torch counts their changes: a module
-        that loads its table copies it to itself.
         """
         root = state_root(self._model)
-        with ExitStack() as watched:
-            module: Any
-            for module in self._model.modules():
-                if any(id(one) in self._tables for one in module._parameters.values()):
-                    watched.callback(module.register_load_state_dict_pre_hook(self._check_tables).remove)
+        watched: list[Any] = [
+            module
+            for module in self._model.modules()
+            if any(id(one) in self._tables for one in module._parameters.values())
+        ]
+        self._watched = {
+            id(one): one.register_load_state_dict_pre_hook(self._check_tables) for one in watched
+        }
+        try:
             if is_overridden(root.load_state_dict):
                 with accepted(self._where, f"load_state_dict of {type(root).__name__}"):
                     root.load_state_dict(self._given, strict=self._strict)
             else:
                 self._load(root, self._given, "")
                 self._check_told()
-        same = []
+        finally:
+            for handle in self._watched.values():
+                handle.remove()
         for table, counter in zip(self._tables.values(), self._counters, strict=True):
-            if counter.count_changes(local_of(table.parameter)) == self._copies[id(table.parameter)]:
-                same.append(table.name)
-            elif table.name in kept and counter.storage is not None:  # or torch counts no changes of it
+            if table.name not in kept or counter.storage is None:  # torch counts no changes of it
+                continue
+            if counter.count_changes(local_of(table.parameter)) > self._copies[id(table.parameter)]:
                 raise ModelMismatchError(
                     f"{self._where}: a hook or loader of a module changed rows of table {table.name!r} that are not "
                     f"loaded; load the whole version into this model; {PARTLY}"
                 )
-        return same
 
     def _check_told(self) -> None:
         missing, unexpected = self._told
@@ -144,8 +146,9 @@ class ModuleLoad:
             if tensor is None or name in module._non_persistent_buffers_set:
                 continue
             is_in_place &= self._in_place.get(id(tensor)) is state.get(prefix + name) is not None
-        acts = users_hooks(module._load_state_dict_pre_hooks) or is_overridden(module._load_from_state_dict)
-        return bool(acts) or not is_in_place or prefix + EXTRA_STATE in state
+        hooks = len(module._load_state_dict_pre_hooks) > (id(module) in self._watched)
+        acts = hooks or is_overridden(module._load_from_state_dict)
+        return acts or not is_in_place or prefix + EXTRA_STATE in state
 
     def _check_tables(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """A hook behind all others of a module: whether the entries of its tables are what they stand for."""
@@ -157,12 +160,14 @@ class ModuleLoad:
             is_own = memory is not None and memory.data_ptr() == local_of(table.parameter).data_ptr()
             self._copies[id(tensor)] += is_own
             if not is_own and (memory is None or memory.untyped_storage().data_ptr() in self._of_tables):
-                raise ModelMismatchError(
-                    f"{self._where}: a hook or a _load_from_state_dict gave the entry of table {table.name!r}, "
-                    f"{table.key!r}, another key in the state dict, but rows of tables are loaded by their stored "
-                    "names alone; leave the keys of tables as they are, or call its module by the stored name; "
-                    f"{PARTLY}"
-                )
+                raise self._moved(table)
+
+    def _moved(self, table: Table) -> ModelMismatchError:
+        return ModelMismatchError(
+            f"{self._where}: a hook or a _load_from_state_dict gave the entry of table {table.name!r}, {table.key!r}, "
+            "another key in the state dict, but rows of tables are loaded by their stored names alone; leave the keys "
+            f"of tables as they are, or call its module by the stored name; {PARTLY}"
+        )
 
 
 def _entry(present: Any, value: Any) -> Any:

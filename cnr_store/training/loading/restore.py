@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from cnr_backends import Transfer
 from cnr_store.catalog.catalog import Catalog, count_parts, read_state_part
@@ -25,7 +27,7 @@ from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.module_load import ModuleLoad
 from cnr_store.training.loading.moved_tables import MovedTables, move_tables
-from cnr_store.training.loading.optimizer_fit import OptimizerFit, fit_optimizers
+from cnr_store.training.loading.optimizer_fit import OptimizerFit, Slots, fit_optimizers
 from cnr_store.training.loading.row_fill import (
     AllRows,
     ChosenRows,
@@ -33,6 +35,7 @@ from cnr_store.training.loading.row_fill import (
     Reader,
     Target,
     all_rows,
+    differing_rows,
     fill_all,
 )
 from cnr_store.training.loading.selection import Selection
@@ -65,6 +68,7 @@ from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.lineage import Lineage
 
+ExpectedSlots = tuple[Optimizer, Slots]
 log = logging.getLogger("cnr_store")
 
 
@@ -199,16 +203,19 @@ class Restore:
             self._extra = {}
 
     @torch.inference_mode(False)
-    def run(self, rng: bool, transfer: Transfer, tracker: Tracker) -> tuple[Restored, dict[str, Bitmap]]:
-        """Read everything into place. `tracker` sees what code of the caller changes of the rows that were read.
+    def run(
+        self, rng: bool, transfer: Transfer, on_rows: Callable[[list[ExpectedSlots]], object] = list
+    ) -> tuple[Restored, dict[str, Bitmap]]:
+        """Read everything into place.
+
+        `on_rows` is called once all rows are read, before code of the caller that may change them.
 
         Returns: What was restored, and for each table that is now what the version holds, packed, the rows that changed
         since its whole version.
         """
         changed, salvaged = self._read_rows(transfer)
-        tracker.clear([(fit.optimizer, fit.expected_slots()) for fit in self._fits])
-        for name in self._read_modules(transfer):
-            tracker.named(name).acknowledge_copy()
+        on_rows([(fit.optimizer, fit.expected_slots()) for fit in self._fits])
+        self._read_modules(transfer)
         for fit in self._fits:
             if fit.settings or "whole" not in fit.tree:  # of which no part is loaded
                 self._load_optimizer(fit)
@@ -269,11 +276,15 @@ class Restore:
         changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
         return changed, {key: rows for key, rows in salvaged_by_label(salvagers).items() if rows is not None}
 
-    def _read_modules(self, transfer: Transfer) -> list[str]:
-        """Read all that is no table into place, or give it to the modules that take it in a way of their own.
+    def explain_changes(self, tracker: Tracker) -> None:
+        """Flag the rows that code of the caller has changed since `run` read them, where torch counts changes."""
+        for table in (fit.table for fit in self._match.tables):
+            if table.path in self._exact and not self._salvage:  # others are saved whole
+                find = partial(differing_rows, self._catalog, self._record, table)
+                tracker.named(table.name).explain_changes(find)
 
-        Returns: Names of tables that modules may have copied to themselves, and not changed.
-        """
+    def _read_modules(self, transfer: Transfer) -> None:
+        """Read all that is no table into place, or give it to the modules that take it in a way of their own."""
         match, trained, loaders = self._match, self._trained, self._loaders
         tensors, names = match.tensors, [*match.tensors, *match.handed]
         entries, values = named_state(trained.model, trained.excluded), dict(self._extra)
@@ -291,15 +302,14 @@ class Restore:
                 copy_whole(dense_tensor(array, torch_dtype), tensor, repr(name))
             else:
                 assign_dense(tensor, array, torch_dtype)
-        if not values and not loaders.act:
-            return []
-        match.versions = self._state.module_versions
-        load = ModuleLoad(trained.model, trained.tables, match, values)
-        taken = {*names, *match.absent, *trained.excluded.tables}
-        whole = {fit.table.name for fit in match.tables if fit.ids is None}
-        kept = {table.name for table in trained.tables} - whole if not match.selection.everything else ()
-        with unchanged(trained.model, trained.tables, trained.excluded, taken):
-            return load.run(kept)
+        if values or loaders.act:
+            match.versions = self._state.module_versions
+            load = ModuleLoad(trained.model, trained.tables, match, values)
+            taken = {*names, *match.absent, *trained.excluded.tables}
+            whole = {fit.table.name for fit in match.tables if fit.ids is None}
+            kept = {table.name for table in trained.tables} - whole if not match.selection.everything else ()
+            with unchanged(trained.model, trained.tables, trained.excluded, taken):
+                load.run(kept)
 
     def _load_optimizer(self, fit: OptimizerFit) -> None:
         optimizer, tables, cast = fit.optimizer, self._trained.tables, self._match.cast

@@ -10,18 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cnr_backends import Transfer
+from cnr_backends import BackendError, Transfer
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.salvage import SalvageReader
-from cnr_store.errors import FormatError
+from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.format.record import Record
 from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.staging import rows_there
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.selection import Ids
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import (
     AnyArray,
     assign_ids,
     assign_rows,
+    copy_slice,
     note_change,
     overwriting,
     rows_view,
@@ -196,3 +200,22 @@ def fill_all(fills: Sequence[Fill], transfer: Transfer) -> None:
         for fill in fills:
             for part in fill.target.parts:
                 note_change(part.tensor)
+
+
+def differing_rows(catalog: Catalog, record: Record, table: Table) -> torch.Tensor | None:
+    """The rows of a table that are not as stored: ``(n,)`` int64 from the first held. None if they can't be read."""
+    differs = np.zeros(table.local_rows, bool)
+    try:
+        reader = ArrayReader(catalog, record, table.path)
+        for first, rows in AllRows(reader, Target(table.first_row, table.local_rows, table.parts)).regions():
+            stored = np.empty((rows, reader.columns), reader.dtype)
+            reader.read(first, stored)
+            place = slice(first - table.first_row, first - table.first_row + rows)
+            for part in table.parts:
+                own = np.empty((rows, *part.tensor.shape[1:]), stored.dtype)
+                copy_slice(part.tensor, place, own)
+                expected = np.ascontiguousarray(_columns(part, stored))
+                differs[place] |= (own.view(np.uint8) != expected.view(np.uint8)).any(axis=1)
+    except (BackendError, CorruptionError):  # as upkeep may have removed what was read
+        return None
+    return torch.from_numpy(np.flatnonzero(differs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -202,9 +202,11 @@ class TableTracker:
         if not self._counter.catch_up(self.table.parameter):
             self._counter = counter_of(self.table.parameter)
 
-    def acknowledge_copy(self) -> None:
-        """Take it that the changes so far were copies of the rows to themselves, by modules that load them."""
-        if self.whole in (None, LOADED):
+    def explain_changes(self, find: Callable[[], torch.Tensor | None]) -> None:
+        """Flag the rows that `find` says were changed, if it can, where the reason to be whole is that nothing does."""
+        stays = self.changes == math.inf or self.whole_reason not in (OUTSIDE, LOADED)
+        if not stays and (rows := find()) is not None:
+            self.mark(rows)
             self.whole = None
             self.acknowledge()
 
