@@ -25,7 +25,6 @@ from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
-from cnr_store.training.tracking.tracker import Tracker
 from tests.test_store.ranks.support.rank_processes import Outcome, run_ranks
 from tests.test_store.ranks.support.saved_by_ranks import (
     STEPS,
@@ -85,7 +84,7 @@ def load_at(folder: Path, rank: int, world: int, rng: bool = True) -> tuple[Rest
     trained = TrainedModel.from_arguments(model, optimizer)
     restore = Restore(catalog, record, trained, {}, Selection(), group=At(rank, world))
     with Transfer(2, 4) as transfer:
-        restored, _ = restore.run(rng, transfer, Tracker(trained.tables, trained.optimizers))
+        restored, _ = restore.run(rng, transfer)
     return restored, random_numbers()
 
 
