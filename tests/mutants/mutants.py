@@ -180,14 +180,14 @@ MUTANTS = [
     Mutant(
         "a stale job can't claim the store",
         "cnr_store/catalog/fencing.py",
-        '            raise SupersededError(_stale(backend, f"writer {claim} claimed the store"))',
+        '            raise _stale(backend, f"writer {claim} claimed the store")',
         "            pass",
         f"{STORE}/catalog",
     ),
     Mutant(
         "a job can't claim the store after a version that it did not see",
         "cnr_store/catalog/fencing.py",
-        '            raise SupersededError(_stale(backend, f"version {newer} was committed"))',
+        '            raise _stale(backend, f"version {newer} was committed")',
         "            pass",
         f"{STORE}/catalog",
     ),
