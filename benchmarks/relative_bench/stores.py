@@ -15,7 +15,7 @@ import cnr_store
 from benchmarks.relative_bench.trace import RowWiseAdagrad
 from benchmarks.volumes_bench.ledger import Ledger, Part
 from cnr_codecs import LatticeRows, RowCodec, UniformRows, decode_into, lattice_step, parse
-from cnr_codecs.lattice.steps import block_sums, root_mean_square
+from cnr_codecs.lattice.steps import median_scale, scale_counts
 from cnr_store.policies.widths import LOSSLESS, LOSSLESS_BELOW_BYTES
 from cnr_store.training.model.tables import find_tables
 
@@ -129,7 +129,7 @@ class Moves:
             workload.advance()
         now = weights(workload)
         moves = cls(
-            {name: root_mean_square(block_sums(rows)) for name, rows in now.items()},
+            {name: median_scale(scale_counts(rows)) for name, rows in now.items()},
             {name: rows.copy() for name, rows in now.items()},
         )
         before = {name: rows.copy() for name, rows in now.items()}

@@ -36,7 +36,7 @@ def _volumes(where: str, lines: Sequence[Line]) -> Iterator[Target]:
         of(line, "adaptive 4", "weights_bytes") / of(line, "as adaptive 4", "weights_bytes") for line in lines
     ]
     yield _target("times fewer bytes of deltas at adaptive 4's error", 2.9, ratios, where)
-    zstd = [_coder(line, 0.35, "zstd 19") / _coder(line, 0.35, "rANS") for line in lines]
+    zstd = [_coder(line, 0.35, "zstd 19") / _coder(line, 0.35, "ours") for line in lines]
     yield _target("times fewer bytes than zstd 19 on the same integers", 1 / 0.92, zstd, where)
     name = "lattice 0.35, m3"
     if any(each["setting"] == name for each in lines[0]["lines"]):

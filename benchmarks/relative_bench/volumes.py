@@ -75,7 +75,7 @@ def at_equal_error(make: Make, *, first: bool = True, has_state: bool) -> dict[s
 def _coders(moves: Moves) -> Iterator[dict[str, Any]]:
     """Bits a value of the differences of codes in the last intervals: by our coder, and by zstd."""
     for share in CODED_SHARES:
-        sizes, values = dict.fromkeys(["rANS", *(f"zstd {level}" for level in LEVELS)], 0), 0
+        sizes, values = dict.fromkeys(["ours", *(f"zstd {level}" for level in LEVELS)], 0), 0
         for name, base in moves.bases.items():
             step = lattice_step(share * moves.rms[name])
             codec = LatticeRows(share, step, relative=True)
@@ -94,7 +94,7 @@ def _coders(moves: Moves) -> Iterator[dict[str, Any]]:
                 differences = codes[ids] - parent
                 narrow = np.abs(differences).max(initial=0) <= _CODE_LIMIT
                 plain = differences.astype(np.int8 if narrow else np.int16).tobytes()
-                sizes["rANS"] += len(data)
+                sizes["ours"] += len(data)
                 for level in LEVELS:
                     sizes[f"zstd {level}"] += len(Zstd(level).encode(plain))
                 values += rows.size

@@ -1,9 +1,10 @@
-"""Decodes spoiled payloads: `python tests/test_codecs/fuzz_payloads.py COUNT SEED` prints what became of them.
+"""Decodes spoiled payloads: `python -m tests.test_codecs.fuzz_payloads COUNT SEED` prints what became of them.
 
-Payloads of both versions are made from the specification alone, so that every scheme, row set, parameter type and
-element type occurs, then spoiled: bytes are flipped, cut or inserted, or a field is changed and what depends on its
-size is made to fit, so that the lie reaches as deep as it can; most heads get the checksum of what they became. Each
-must decode to the declared shape or be refused; anything else ends the process.
+Payloads are made from the specification alone, so that every scheme, row set, parameter type and element type occurs,
+then spoiled: bytes are flipped, cut or inserted, or a field is changed and what depends on its size is made to fit, so
+that the lie reaches as deep as it can; most heads get the checksum of what they became. Frames of zstd are made anew
+around other bytes, cut, joined, or claim other sizes. Each must decode to the declared shape or be refused; anything
+else ends the process.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
+from numcodecs import zstd
 
 import cnr_codecs
 from cnr_codecs import CodecError, Scheme
-from cnr_codecs.entropy.lines import CodedLines
-from cnr_codecs.payload.coded import FloatingGrid, code_range
+from cnr_codecs.payload.coded import Grid, code_range
 from cnr_codecs.payload.plain import decode_plain
+from tests.test_codecs.references import coded
 
 Rng = np.random.Generator
 MOST_DECODED_BYTES = 1 << 20
@@ -77,11 +79,9 @@ class Segment:
     codes: bytes = b""
     more_bytes: tuple[int, int] = (0, 0)
 
-    def entry(self, version: int) -> bytes:
+    def entry(self) -> bytes:
         small = (field & 255 for field in (self.scheme, self.bits, self.parameter_type, self.kind))
         entry = struct.pack("<BBBBI", *small, self.count & 0xFFFFFFFF)
-        if version == 1:
-            return entry
         sizes = len(self.row_set), len(self.parameters) + len(self.codes)
         stated = ((size + more) & 0xFFFFFFFF for size, more in zip(sizes, self.more_bytes, strict=True))
         return entry + struct.pack("<II", *stated)
@@ -96,25 +96,23 @@ class Payload:
     rows: int
     dim: int
     segments: tuple[Segment, ...]
-    version: int = 2
+    version: int = 3
 
     def encode(self) -> bytes:
         counts = self.declared & 0xFFFF, self.rows & 0xFFFFFFFF, self.dim & 0xFFFFFFFF
         header = struct.pack("<4sBBHIIQ", b"CNRP", self.version, self.element, *counts, 7)
-        entries = [each.entry(self.version) for each in self.segments]
+        entries = [each.entry() for each in self.segments]
         bodies = [each.parameters + each.codes for each in self.segments]
         row_sets = [each.row_set for each in self.segments]
-        if self.version == 1:
-            return header + b"".join(map(b"".join, zip(entries, row_sets, bodies, strict=True)))
         rest = b"".join([*entries, *row_sets])
         head_bytes = struct.pack("<I", len(header) + 8 + len(rest))
         return proved(header + head_bytes + rest + bytes(4) + b"".join(bodies))
 
 
 def proved(data: bytes) -> bytes:
-    """The payload with the checksum that its head now has, if it is of version 2 and has room for one."""
+    """The payload with the checksum that its head now has, if there is room for one."""
     end = struct.unpack_from("<I", data, 24)[0] if len(data) >= 28 else 0
-    if data[4:5] != b"\2" or not 32 <= end <= len(data):
+    if not 32 <= end <= len(data):
         return data
     return data[: end - 4] + struct.pack("<I", google_crc32c.value(data[: end - 4])) + data[end:]
 
@@ -135,37 +133,37 @@ def row_set(kind: int, offsets: Any, rows: int) -> bytes:
     return np.asarray(offsets).astype("<u2" if kind == 2 else "<u4").tobytes()
 
 
-def gaps(offsets: Any, shift: int = 2) -> bytes:
-    """Each gap in unary and binary, the lowest bit first."""
-    bits: list[int] = []
-    for gap in (np.diff(offsets, prepend=-1) - 1).tolist():
-        bits += [1] * (gap >> shift) + [0] + [gap >> k & 1 for k in range(shift)]
-    return bytes([shift]) + np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes()
+def gaps(offsets: Any) -> bytes:
+    """The frame of gaps: 255 as often as a gap has it, then the rest."""
+    left_out = (np.diff(offsets, prepend=-1) - 1).tolist()
+    return frame(b"".join(b"\xff" * (gap // 255) + bytes([gap % 255]) for gap in left_out))
 
 
-def lattice(rng: Rng, count: int, dim: int) -> tuple[bytes, bytes]:
-    """The grid and the coded rows of `count` rows of `dim` codes."""
-    scale = float(rng.choice([0, 0.2, 2, 300]))
-    codes = np.clip(np.rint(rng.normal(0, scale, count * dim)), -32767, 32767).astype("<i4")
-    line_rows = int(rng.choice([1, 1, 2, 32]))
-    step = struct.pack("<f", np.ldexp(float(rng.integers(128, 256)), int(rng.integers(-20, 3))))
-    check = google_crc32c.value(codes.tobytes())
-    grid = step + struct.pack("<BBHI", 0, line_rows, 0, check)
-    return grid, bytes(CodedLines.encode(codes.astype(np.int32), line_rows * dim).data) if len(codes) else b""
+def frame(data: bytes) -> bytes:
+    made: bytes = zstd.compress(data, 1)
+    return made
+
+
+def lattice(rng: Rng, scheme: int, count: int, dim: int) -> tuple[bytes, bytes]:
+    """The grid, and what follows it, of `count` rows of `dim` codes on a step; of differences on one or on floats."""
+    scales = rng.choice([0, 0.2, 2, 300], count) if rng.random() < 0.7 else np.array([9e3])
+    codes = np.rint(rng.normal(0, 1, (count, dim)) * scales[:, None])
+    most = 32767 if scheme == LATTICE or rng.random() < 0.9 else 65534
+    held = np.clip(codes, -most, most).astype(int).reshape(-1).tolist()
+    step = float(np.ldexp(float(rng.integers(128, 256)), int(rng.integers(-20, 3))))
+    body = coded.on_step(held, dim, step) if held else bytes(16)
+    return body[:16], body[16:]
 
 
 def floating(rng: Rng, mantissa: int, count: int, dim: int) -> tuple[bytes, bytes]:
-    """The same of codes on a floating grid."""
+    """The same of absolute codes on a floating grid."""
     least, most = code_range(mantissa, "float16")
-    codes = np.clip(np.rint(rng.normal(120, 4, count * dim) * 2**mantissa), least, most).astype(np.int16)
+    codes = np.clip(np.rint(rng.normal(120, 4, count * dim) * 2**mantissa), least, most).astype(int)
     codes[rng.random(codes.size) < 0.3] = 0
     if rng.random() < 0.5:
-        codes *= rng.choice(np.array([1, -1], np.int16), codes.size)
-    line_rows = int(rng.choice([1, 1, 2, 32]))
-    grid, symbols = FloatingGrid.center(codes, max(1, line_rows * dim), mantissa)
-    check = google_crc32c.value(codes.astype("<i4").tobytes())
-    head = grid.stored + struct.pack("<BBHI", 2 * grid.signed, line_rows, 0, check)
-    return head, bytes(CodedLines.encode(symbols, line_rows * dim + 1).data) if len(codes) else b""
+        codes *= rng.choice([1, -1], codes.size)
+    body = coded.on_floats(codes.tolist(), dim) if codes.size else bytes(16)
+    return body[:16], body[16:]
 
 
 def floats(rng: Rng, count: int, parameter_type: int) -> npt.NDArray[np.floating[Any]]:
@@ -204,11 +202,13 @@ def fitted(rng: Rng, segment: Segment, payload: Payload, offsets: Any = None) ->
         size = count, min(payload.dim, 256)
         on_floats = 1 <= segment.bits <= 7
         is_centered = on_floats and segment.scheme == LATTICE
-        grid, coded = floating(rng, segment.bits, *size) if is_centered else lattice(rng, *size)
+        grid, codes = (
+            floating(rng, segment.bits, *size) if is_centered else lattice(rng, segment.scheme, *size)
+        )
         if on_floats and not is_centered:
             grid = bytes(4) + grid[4:]
         rows = row_set(segment.kind, offsets, min(payload.rows, 1 << 17))
-        return replace(segment, row_set=rows, parameters=grid, codes=coded)
+        return replace(segment, row_set=rows, parameters=grid, codes=codes)
     width = (min(payload.dim, 256) * (segment.bits & 255) + 7) // 8
     codes = rng.bytes(width * count) if payload.element != 13 else bytes(width * count)
     return replace(
@@ -223,23 +223,23 @@ def sound(rng: Rng) -> Payload:
     """A payload as the specification has it."""
     element = int(rng.choice([1, 1, 1, 2, 2, 3, 3, *ITEM_BYTES]))
     rows, dim = int(rng.integers(1, 70)), int(rng.integers(1, 20))
-    payload = Payload(element, 0, rows, dim, (), int(rng.integers(1, 3)))
+    payload = Payload(element, 0, rows, dim, ())
     order, segments = rng.permutation(rows), []
     for part in np.array_split(order, int(rng.integers(1, 4))):
         if len(part) == 0:
             continue
         offsets = np.sort(part)
         prefix = offsets[-1] == len(offsets) - 1
-        quantized = [int(each) for each in Scheme if payload.version > 1 or each not in CODED]
-        quantized += 2 * quantized[6:]  # most spoiled ones are refused: their codes have a checksum
-        doubles = [0, 1, *CODED] if element == 4 and payload.version > 1 else [0, 1]
+        # Most spoiled ones of the last two are refused: their codes have a checksum.
+        quantized = [0, 1, *2 * (2, 3, 4, 5), *3 * CODED]
+        doubles = [0, 1, *CODED] if element == 4 else [0, 1]
         scheme = int(rng.choice(quantized if element <= 3 else doubles))
         bits = 8 * ITEM_BYTES[element] if scheme == 1 else int(rng.integers(1, 9))
         if scheme in (0, *CODED):
             bits = 0
         if scheme in CODED and (element == 4 or rng.random() < 0.5):
             bits = int(rng.integers(1, 8))
-        kind = int(rng.integers(0 if prefix else 1, 3 + payload.version))
+        kind = int(rng.integers(0 if prefix else 1, 5))
         parameter_type = 0 if scheme < 2 else 2 if scheme in CODED else int(rng.integers(1, 3))
         head = Segment(scheme, bits, parameter_type, kind, len(part))
         segments.append(fitted(rng, head, payload, offsets))
@@ -298,7 +298,7 @@ def segment_changed(rng: Rng, payload: Payload) -> bytes:
     at = int(rng.integers(len(payload.segments)))
     segment = payload.segments[at]
     limits = {"count": payload.rows + 3, "bits": 10, "scheme": 9, "parameter_type": 4, "kind": 6}
-    field = str(rng.choice([*limits, "more_bytes"][: 5 + (payload.version > 1)]))
+    field = str(rng.choice([*limits, "more_bytes"]))
     value = int(rng.integers(0, limits.get(field, 9))) if rng.random() < 0.9 else int(rng.choice(INTERESTING))
     sizes = (value - 4, 0) if rng.random() < 0.5 else (0, value - 4)
     fields: dict[str, Any] = {field: sizes if field == "more_bytes" else value}
@@ -329,6 +329,112 @@ def content_changed(rng: Rng, payload: Payload) -> bytes:
     return replace(payload, segments=segments).encode()
 
 
+def frames_of(segment: Segment) -> list[tuple[str, int, int]]:
+    """The frames of a sound segment: the field that each stands in, and where."""
+    found = [("row_set", 0, len(segment.row_set))] if segment.kind == GAPS else []
+    if segment.scheme not in CODED:
+        return found
+    data, at = segment.codes, 0
+    if segment.scheme == LATTICE and segment.bits:
+        at = 4 + int.from_bytes(data[:4], "little")
+        found += _packed_frames(data[:at], 4)
+    return found + _packed_frames(data, at)
+
+
+def _packed_frames(data: bytes, at: int) -> list[tuple[str, int, int]]:
+    first = at + 4 + int.from_bytes(data[at : at + 4], "little")
+    classes = zstd.decompress(data[at + 4 : first])
+    stored = len({each // 16 for each in classes} - {0})  # of each width one block: these are small
+    sizes = struct.unpack_from(f"<{stored}I", data, first)
+    found, place = [("codes", at + 4, first)], first + 4 * stored
+    for size in sizes:
+        found.append(("codes", place, place + size))
+        place += size
+    assert place == len(data)
+    return found
+
+
+def frame_changed(rng: Rng, payload: Payload) -> bytes:
+    """A frame has other bytes, other sizes, or is another; sizes in front of it mostly fit."""
+    at = int(rng.integers(len(payload.segments)))
+    segment = payload.segments[at]
+    frames = frames_of(segment)
+    if not frames:
+        return grid_changed(rng, payload)
+    name, begin, end = frames[int(rng.integers(len(frames)))]
+    data = getattr(segment, name)
+    changed = data[:begin] + other_frame(rng, data[begin:end]) + data[end:]
+    more = len(changed) - len(data)
+    if name == "codes" and more and rng.random() < 0.8:
+        changed = resized(changed, end - begin, more)
+    fields: dict[str, Any] = {name: changed}
+    segments = (*payload.segments[:at], replace(segment, **fields), *payload.segments[at + 1 :])
+    return replace(payload, segments=segments).encode()
+
+
+def resized(data: bytes, size: int, more: int) -> bytes:
+    """The bytes with the first number that is this size made larger."""
+    at = data.find(struct.pack("<I", size))
+    return data if at < 0 else data[:at] + struct.pack("<I", max(0, size + more)) + data[at + 4 :]
+
+
+def other_frame(rng: Rng, held: bytes) -> bytes:
+    inside = bytearray(zstd.decompress(held))
+    way = int(rng.integers(9))
+    if way == 0:  # classes, gaps and packed integers that others stand for
+        for _ in range(int(rng.integers(1, 4))):
+            inside[int(rng.integers(len(inside)))] = int(rng.integers(0, 256))
+        return frame(bytes(inside))
+    if way == 1:  # more or fewer of them
+        at, count = int(rng.integers(len(inside))), int(rng.integers(1, 5))
+        return frame(
+            bytes(
+                inside[:at] + (rng.bytes(count) if rng.random() < 0.5 else b"") + inside[at + count :] + b"\0"
+            )
+        )
+    if way == 2:
+        return held[: int(rng.integers(len(held)))]
+    if way == 3:
+        return held + (held, frame(b""), struct.pack("<II", 0x184D2A50, 0), b"\0")[int(rng.integers(4))]
+    if way == 4:  # the descriptor: dictionaries, reserved bits, how sizes are told
+        return held[:4] + bytes([held[4] ^ 1 << int(rng.integers(8))]) + held[5:]
+    if way == 5:  # a size that is not that of what follows
+        claimed = int(rng.choice(INTERESTING)) if rng.random() < 0.5 else len(inside)
+        return struct.pack("<IBQ", 0xFD2FB528, 0b11100000, claimed) + held[6:]
+    if way == 6:
+        return frame(bytes(int(rng.choice([1, len(inside), 1 << 20]))))
+    if way == 7:
+        return frame(rng.bytes(len(inside)))
+    damaged = bytearray(held)
+    damaged[int(rng.integers(len(held)))] ^= int(rng.integers(1, 256))
+    return bytes(damaged)
+
+
+def grid_changed(rng: Rng, payload: Payload) -> bytes:
+    """A field of a grid is another: step, scale, shift, flags, what is reserved, checksum."""
+    coded_ones = [i for i, each in enumerate(payload.segments) if each.scheme in CODED]
+    if not coded_ones:
+        return content_changed(rng, payload)
+    at = coded_ones[int(rng.integers(len(coded_ones)))]
+    segment = payload.segments[at]
+    fields = [*struct.unpack("<ffhBBI", segment.parameters)]
+    which = int(rng.choice([0, 1, 2, 3, 3, 4, 5]))
+    if which < 2:
+        fields[which] = (
+            float(np.frombuffer(rng.bytes(4), "<f4")[0])
+            if rng.random() < 0.3
+            else float(rng.choice([0, 1, 2, -1]))
+        )
+    elif which == 2:
+        fields[which] = int(rng.integers(-2, 3))
+    else:
+        fields[which] = (
+            int(rng.integers(0, 5 if which == 3 else 256)) if rng.random() < 0.8 else 2 - fields[which] % 2
+        )
+    changed = replace(segment, parameters=struct.pack("<ffhBBI", *fields))
+    return replace(payload, segments=(*payload.segments[:at], changed, *payload.segments[at + 1 :])).encode()
+
+
 def segments_moved(rng: Rng, payload: Payload) -> bytes:
     """Segments come in another order, twice, or not at all; the header counts them."""
     chosen = rng.choice(len(payload.segments), int(rng.integers(0, 4)))
@@ -346,11 +452,14 @@ WAYS = (
     content_changed,
     content_changed,
     segments_moved,
+    frame_changed,
+    frame_changed,
+    grid_changed,
 )
 
 
 def rows_told(data: bytes) -> npt.NDArray[np.int64] | None:
-    """What the head alone tells, if it is of version 2 and proven."""
+    """What the head alone tells, if it is proven."""
     if len(data) < 16 or int(np.prod(struct.unpack_from("<II", data, 8), dtype=object)) > MOST_DECODED_BYTES:
         return None  # the test would need much memory, as rows of such a chunk may
     try:
@@ -387,9 +496,7 @@ def judge(data: bytes) -> tuple[str, frozenset[int]]:
         return "segments", frozenset()
     assert written == len(present) == payload.rows - np.count_nonzero(need)
     assert not need[present].any()
-    assert (told is None) == (data[4] == 1)
-    if told is not None:
-        np.testing.assert_array_equal(told, present)
+    np.testing.assert_array_equal(told, present)
     if at_once is not None:
         assert not need.any()
         np.testing.assert_array_equal(at_once.view(np.uint32), out.view(np.uint32))
@@ -401,19 +508,26 @@ def settled(payload: cnr_codecs.Payload, out: Any, need: Any, pending: cnr_codec
     """How many rows are relative; these are composed with others on the grid of the first."""
     rows = np.flatnonzero(need == 2)
     if len(rows):
-        grid = float(pending.steps[rows[0]])
+        grid = grid_of(payload, int(rows[0]))
         with suppress(CodecError):
             cnr_codecs.decode_into(beneath(payload, rows, grid), out, need, 0, pending)
-            COMPOSED["steps" if grid > 0 else "floating grids"] += 1
+            COMPOSED["steps" if grid.step > 0 else "floating grids"] += 1
             pending.prove()
         need[rows] = 0
     return len(rows)
 
 
-def beneath(payload: cnr_codecs.Payload, rows: Any, grid: float) -> cnr_codecs.Payload:
+def grid_of(payload: cnr_codecs.Payload, row: int) -> Grid:
+    """The grid of a relative row."""
+    relative = [each for each in payload.segments if each.scheme == RELATIVE]
+    return next(each.grid for each in relative if row in each.row_set.offsets())
+
+
+def beneath(payload: cnr_codecs.Payload, rows: Any, grid: Grid) -> cnr_codecs.Payload:
     """Rows for relative ones: of zeros, or on a floating grid of ones, near which differences give other codes."""
-    values = np.full((len(rows), payload.dim), grid < 0, cnr_codecs.array_dtype(payload.element))
-    codec = cnr_codecs.LatticeRows(step=grid) if grid > 0 else cnr_codecs.FloatingRows(int(-grid))
+    values = np.full((len(rows), payload.dim), grid.mantissa > 0, cnr_codecs.array_dtype(payload.element))
+    on_floats = cnr_codecs.FloatingRows(max(grid.mantissa, 1))
+    codec = cnr_codecs.LatticeRows(step=grid.step) if grid.step > 0 else on_floats
     return cnr_codecs.parse(codec.encode_rows(values, rows, payload.rows, element=payload.element))
 
 
@@ -424,7 +538,7 @@ def taken(payload: cnr_codecs.Payload) -> None:
         segments = cnr_codecs.take_rows(payload, need, 0, pending)
         rows = np.flatnonzero(need == 2)
         if len(rows):
-            older = beneath(payload, rows, float(pending.steps[rows[0]]))
+            older = beneath(payload, rows, grid_of(payload, int(rows[0])))
             segments += cnr_codecs.take_rows(older, need, 0, pending)
         assert all(segment.scheme != RELATIVE for segment in segments)
 

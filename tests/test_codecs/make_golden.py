@@ -1,7 +1,8 @@
-"""Writes the golden payloads of version 2: `python tests/test_codecs/make_golden.py NAME...`.
+"""Writes the golden payloads: `python tests/test_codecs/make_golden.py NAME...`.
 
-NAME.v2.payload stands beside NAME.payload, the same rows in version 1, where there was one before version 2: it holds
-the codes of that. Only a new version may change a file that exists, so this writes new files only.
+Of each case NAME.json describes the configuration and the rows' places; NAME.input.npy and NAME.decoded.npy hold the
+rows; NAME.payload their payload. Only a new version of payloads may change a file that exists, so this writes new
+files only.
 """
 
 import json
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numcodecs import zstd
 
 import cnr_codecs
-from cnr_codecs.elements import element_named
 from cnr_codecs.protocol import Rows
 
 FOLDER = Path(__file__).parent / "golden"
@@ -27,6 +28,8 @@ def _rows(count: int, dim: int, element: str = "float32") -> Rows:
     values[5::9] = 0
     values[6, 1] = np.nan
     values[7, 2] = -np.inf
+    values[8] *= 1e-6
+    values[3, 0] = 1e-40
     if element == "bfloat16":
         return (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
     return values.astype(cnr_codecs.array_dtype(element))
@@ -34,9 +37,7 @@ def _rows(count: int, dim: int, element: str = "float32") -> Rows:
 
 CASES: dict[str, tuple[dict[str, Any], str, Rows]] = {
     "adaptive4": ({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}, "float32", _rows(70, 17)),
-    # "adaptive4" is what the paper's walk gave, when it was the default search.
-    "adaptive4-searched": ({"id": "cnr_uniform", "scheme": "adaptive", "bits": 4}, "float32", _rows(70, 17)),
-    "adaptive2-searched": (
+    "adaptive2-walk": (
         {"id": "cnr_uniform", "scheme": "adaptive", "bits": 2, "bins": 40, "ratio": 0.8},
         "float32",
         _rows(30, 12),
@@ -78,6 +79,8 @@ CASES: dict[str, tuple[dict[str, Any], str, Rows]] = {
         _rows(40, 10, "bfloat16"),
     ),
     "floating": ({"id": "cnr_floating", "mantissa_bits": 3}, "float32", _rows(70, 17) ** 2),
+    "floating-signs": ({"id": "cnr_floating", "mantissa_bits": 4}, "float32", _rows(70, 17)),
+    "uniform-gaps": ({"id": "cnr_uniform", "scheme": "asymmetric", "bits": 4}, "float32", _rows(90, 4)),
     "floating-column": (
         {"id": "cnr_floating", "mantissa_bits": 5},
         "float64",
@@ -85,25 +88,12 @@ CASES: dict[str, tuple[dict[str, Any], str, Rows]] = {
     ),
     "floating-bfloat16": ({"id": "cnr_floating", "mantissa_bits": 1}, "bfloat16", _rows(40, 10, "bfloat16")),
     "floating-gaps": ({"id": "cnr_floating", "mantissa_bits": 7}, "float16", _rows(90, 4, "float16")),
-    "lattice-gaps": ({"id": "cnr_lattice", "step": 0.5}, "float16", _rows(90, 4, "float16")),
+    "lattice-gaps": ({"id": "cnr_lattice", "step": 0.0625}, "float16", _rows(90, 4, "float16")),
 }
 
 
 def write(name: str) -> None:
-    """The payload; of a new name also the case's description, input and decoded rows."""
-    path = FOLDER / f"{name}.payload"
-    payload = _moved(path.read_bytes()) if path.exists() else _write_case(name)
-    with (FOLDER / f"{name}.v2.payload").open("xb") as file:
-        file.write(payload)
-
-
-def _moved(older: bytes) -> bytes:
-    payload = cnr_codecs.parse(older)
-    kind = element_named(payload.element)
-    return cnr_codecs.build_payload(payload.rows, payload.dim, kind, payload.segments, payload.seal)
-
-
-def _write_case(name: str) -> bytes:
+    """The payload of a case, its description, its input and the decoded rows."""
     config, element, values = CASES[name]
     rows = (300 if name.endswith("gaps") else 3) * len(values)
     offsets = np.arange(len(values)) * 2 + 1
@@ -112,13 +102,14 @@ def _write_case(name: str) -> bytes:
     payload = cnr_codecs.row_codec(config).encode_rows(values, offsets, rows, element=element, seal=len(name))
     decoded = np.zeros((rows, values.shape[1]), values.dtype)
     cnr_codecs.decode_into(cnr_codecs.parse(payload), decoded, np.ones(rows, np.uint8))
-    case = {"format": 2, "config": config, "element": element, "rows": rows, "seal": len(name)}
-    case |= {"offsets": offsets.tolist()}
+    case = {"version": payload[4], "config": config, "element": element, "rows": rows, "seal": len(name)}
+    case |= {"zstd": zstd.VERSION_NUMBER, "offsets": offsets.tolist()}
+    with (FOLDER / f"{name}.payload").open("xb") as file:
+        file.write(payload)
     with (FOLDER / f"{name}.json").open("x") as file:
         json.dump(case, file)
     np.save(FOLDER / f"{name}.input.npy", values)
     np.save(FOLDER / f"{name}.decoded.npy", decoded[offsets])
-    return payload
 
 
 if __name__ == "__main__":

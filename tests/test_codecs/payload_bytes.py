@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import google_crc32c
 
 HEADER_BYTES, ENTRY_BYTES = 24, 16
-VERSIONS = (1, 2)
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,9 @@ class Layout:
             return replace(self, parts=(*self.parts, more))
         return replace(self, tail=self.tail + more)
 
-    def encode(self, version: int = 2) -> bytes:
+    def encode(self, version: int = VERSION) -> bytes:
         fields = (self.magic, version, self.element, self.segments, self.rows, self.dim, self.seal)
         header = struct.pack("<4sBBHIIQ", *fields)
-        if version == 1:
-            segments = (
-                struct.pack("<BBBBI", *each.numbers) + each.row_set + each.body for each in self.parts
-            )
-            return header + b"".join(segments) + self.tail
         row_sets = b"".join(each.row_set for each in self.parts)
         head_bytes = HEADER_BYTES + 4 + ENTRY_BYTES * len(self.parts) + len(row_sets) + 4
         entries = (
@@ -80,7 +75,7 @@ def crc32c(data: bytes) -> bytes:
 
 
 def head_bytes(data: bytes) -> int:
-    """Bytes of the head of a payload of version 2."""
+    """Bytes of the head of a payload."""
     return int(struct.unpack_from("<I", data, HEADER_BYTES)[0])
 
 
@@ -93,7 +88,7 @@ def proved(data: bytes) -> bytes:
 
 
 def layout_of(data: bytes) -> Layout:
-    """The parts of a sound payload of version 2."""
+    """The parts of a sound payload."""
     magic, _, element, count, rows, dim, seal = struct.unpack_from("<4sBBHIIQ", data)
     entries = [struct.unpack_from("<BBBBIII", data, HEADER_BYTES + 4 + ENTRY_BYTES * i) for i in range(count)]
     first = HEADER_BYTES + 4 + ENTRY_BYTES * count
@@ -104,11 +99,6 @@ def layout_of(data: bytes) -> Layout:
         for i, each in enumerate(entries)
     )
     return Layout(magic, element, count, rows, dim, seal, parts, data[bodies[-1] :])
-
-
-def of_version_1(data: bytes) -> bytes:
-    """The payload of version 1 that holds the same as a sound one of version 2."""
-    return layout_of(data).encode(1)
 
 
 def f4(*values: float) -> bytes:

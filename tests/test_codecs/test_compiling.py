@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, cache_folders, compile_encoding
+from cnr_codecs.kernels.lattice import classify
 from tests.paths import ROOT
 
 _WARM = """
@@ -56,6 +57,8 @@ def use(codec, dim, element):
             for data in (newer, codec.encode_rows(np.zeros_like(values), None, 60, element=element)):
                 decode_into(parse(data), out, need, 0, pending)
             pending.prove()
+        far = np.full((60, dim), 32767, np.int16)  # differences of more than 16 bits
+        codec.encode_over(values, None, 60, far, np.ones(60, bool), element=element)
 
 events.register("numba:compile", Listener())
 uniform = [UniformRows(bits=bits) for bits in (2, 4, 8)]
@@ -76,6 +79,12 @@ print(*compiled)
 def test_kernels_are_compiled_for_rows_of_any_element_type(codec: RowCodec) -> None:
     for element in ("float32", "float16", "bfloat16"):
         assert len(list(compile_encoding(codec, 16, element))) > 1
+
+
+def test_relative_rows_are_compiled_for_differences_of_any_size() -> None:
+    *_, _ = compile_encoding(LatticeRows(relative=True), 16, "float32")
+    kinds = {str(signature[0].dtype) for signature in classify.signatures}
+    assert kinds >= {"int16", "int32"}
 
 
 def test_folders_of_compiled_kernels_are_known() -> None:

@@ -4,15 +4,15 @@ import json
 import secrets
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from cnr_codecs import Scheme
 from tests.nightly import NIGHT
+from tests.paths import ROOT
 
 PAYLOADS = 100_000
-PROGRAM = Path(__file__).with_name("fuzz_payloads.py")
+PROGRAM = "tests.test_codecs.fuzz_payloads"
 
 
 @pytest.mark.slow
@@ -27,9 +27,8 @@ def test_a_million_spoiled_payloads_of_a_new_seed_decode_or_are_refused() -> Non
 
 
 def check_spoiled(payloads: int, seed: int) -> None:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(payloads), str(seed)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", PROGRAM, str(payloads), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, f"seed {seed} ended by {done.returncode}:\n{done.stderr[-3000:]}"
     found = json.loads(done.stdout)
     reached = found["reached"]

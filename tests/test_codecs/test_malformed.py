@@ -5,18 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numcodecs import zstd
 
 from cnr_codecs import (
     PayloadError,
     PayloadLimitError,
     UnsupportedPayloadError,
     parse,
+    reseal,
     rows_written,
 )
 from cnr_codecs.protocol import Rows
 from tests.test_codecs.payload_bytes import (
     RAW_ROW,
-    VERSIONS,
     Layout,
     Part,
     f2,
@@ -34,7 +35,7 @@ MALFORMED = {
     "element type 14": (header(element=14) + RAW_ROW, "element type 14"),
     "no rows": (header(rows=0) + RAW_ROW, "empty"),
     "no columns": (header(dim=0) + RAW_ROW, "empty"),
-    "segment missing": (header(segments=2) + RAW_ROW, "segment 1.*truncated|2 segments don't fit"),
+    "segment missing": (header(segments=2) + RAW_ROW, "2 segments don't fit"),
     "bytes after the end": (header() + RAW_ROW + b"\0", "1 bytes follow"),
     "undeclared segment": (header(segments=0) + RAW_ROW, "follow"),
     "1,025 segments": (header(segments=1025) + RAW_ROW, "1025 segments, the limit is 1024"),
@@ -55,7 +56,7 @@ MALFORMED = {
     "more rows than the chunk": (header() + segment(1, 32, 0, 0, 11, bytes(88)), "11 rows"),
     "row set cut": (
         header() + segment(1, 32, 0, 3, 2, bytes(7)),
-        "row set.*truncated|row set has 7 .* takes 8",
+        "row set has 7 .* takes 8",
     ),
     "parameters cut": (header() + segment(2, 4, 2, 0, 2, f4(1, 1, 0)), "parameters.*truncated"),
     "codes cut": (header() + segment(1, 32, 0, 0, 2, bytes(15)), "codes.*truncated"),
@@ -108,11 +109,10 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("layout", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_payloads_are_refused(layout: Layout, message: str, version: int) -> None:
+def test_malformed_payloads_are_refused(layout: Layout, message: str) -> None:
     with pytest.raises(PayloadError, match=message):
-        parse(layout.encode(version))
+        parse(layout.encode())
 
 
 SOUND = (header() + RAW_ROW).encode()
@@ -128,8 +128,6 @@ MALFORMED_BYTES = {
     "empty": (b"", ": 0 bytes, the header alone"),
     "shorter than a header": (SOUND[:23], "23 bytes, the header alone"),
     "shorter than a head": (SOUND[:31], "31 bytes, the head takes at least 32"),
-    "version 0": (b"CNRP\0" + SOUND[5:], "version 0 is unknown"),
-    "version 1, its entry cut": (header().encode(1) + bytes(7), "head.*truncated"),
     "a head of 31 bytes": (with_u32(SOUND, 24, 31), "said to take 31 of 58 bytes"),
     "a head beyond the end": (with_u32(SOUND, 24, 59), "said to take 59 of 58 bytes"),
     "a head of 4 GiB": (with_u32(SOUND, 24, (1 << 32) - 1), "said to take 4294967295 of 58 bytes"),
@@ -159,30 +157,50 @@ def test_malformed_bytes_are_refused(data: bytes, message: str) -> None:
 
 
 NEWER = {
-    "version 3": (header() + RAW_ROW, 3, "version 3 is unknown.*upgrade"),
-    "unknown": (header() + segment(8, 3, 9, 9, 1, bytes(3), bytes(9)), 2, r"scheme 8 is unknown.*newer"),
-    "scheme 9": (header() + segment(9, 0, 0, 0, 1), 2, "scheme 9 is unknown.*newer"),
+    "unknown": (header() + segment(8, 3, 9, 9, 1, bytes(3), bytes(9)), r"scheme 8 is unknown.*newer"),
+    "scheme 9": (header() + segment(9, 0, 0, 0, 1), "scheme 9 is unknown.*newer"),
     "row-set kind 5": (
         header() + segment(1, 32, 0, 5, 1, bytes(3), bytes(8)),
-        2,
         "row-set kind 5 is unknown.*newer",
     ),
 }
 
 
-@pytest.mark.parametrize(("layout", "version", "message"), NEWER.values(), ids=NEWER)
-def test_what_newer_releases_write_is_refused_by_name(layout: Layout, version: int, message: str) -> None:
-    data = layout.encode(version)
+@pytest.mark.parametrize(("layout", "message"), NEWER.values(), ids=NEWER)
+def test_what_newer_releases_write_is_refused_by_name(layout: Layout, message: str) -> None:
+    data = layout.encode()
     for read in parse, rows_written:
         with pytest.raises(UnsupportedPayloadError, match=message):
             read(data)
-    if version == 2:  # a damaged one is damage, whatever it seems to hold
-        damaged = data[:30] + bytes([data[30] ^ 1]) + data[31:]
-        with pytest.raises(PayloadError, match="head is damaged") as caught:
-            parse(damaged)
-        assert not isinstance(caught.value, UnsupportedPayloadError)
-        with pytest.raises(PayloadError, match="unknown"):
-            parse(layout.encode(1))
+    # A damaged one is damage, whatever it seems to hold.
+    damaged = data[:30] + bytes([data[30] ^ 1]) + data[31:]
+    with pytest.raises(PayloadError, match="head is damaged") as caught:
+        parse(damaged)
+    assert not isinstance(caught.value, UnsupportedPayloadError)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (0, "version 0 is not 3: a development version wrote it"),
+        (1, "version 1 is not 3: a development version wrote it"),
+        (2, "version 2 is not 3: a development version wrote it"),
+        (4, "version 4 is not 3: a newer release wrote it; upgrade"),
+    ],
+)
+def test_other_versions_are_refused_by_name(version: int, message: str) -> None:
+    data = (header() + RAW_ROW).encode(version)
+    for read in parse, rows_written, lambda data: reseal(data, 1):
+        with pytest.raises(UnsupportedPayloadError, match=message):
+            read(data)
+
+
+def test_segments_have_no_more_rows_than_the_chunk() -> None:
+    """Such that nothing is allocated for what must have a row twice."""
+    zeros = zstd.compress(bytes(1000), 1)
+    parts = header(2, 1500, 1) + segment(0, 0, 0, 4, 1000, zeros) + segment(0, 0, 0, 4, 501, b"")
+    with pytest.raises(PayloadError, match="segment 1: 1501 rows so far, the chunk has 1500"):
+        parse(parts.encode())
 
 
 @pytest.mark.parametrize("data", ["text", 3, np.zeros((4, 4))[:, ::2]])
@@ -191,15 +209,14 @@ def test_what_is_not_bytes_is_refused(data: Any) -> None:
         parse(data)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_decoded_size_is_limited(version: int) -> None:
-    small = header(0, 1 << 16, 257).encode(version)
+def test_the_decoded_size_is_limited() -> None:
+    small = header(0, 1 << 16, 257).encode()
     with pytest.raises(PayloadLimitError, match=r"67371008 bytes.*67108864"):
         parse(small)
     assert parse(small, max_decoded_bytes=1 << 27).dim == 257
-    assert parse(header(0, 1 << 16, 256).encode(version)).rows == 1 << 16
+    assert parse(header(0, 1 << 16, 256).encode()).rows == 1 << 16
     with pytest.raises(OverflowError):
-        parse(header(65535, (1 << 32) - 1, (1 << 32) - 1).encode(version))
+        parse(header(65535, (1 << 32) - 1, (1 << 32) - 1).encode())
 
 
 @pytest.mark.parametrize("data", [np.zeros(4, "M8[s]"), np.zeros(40, ">u2")[::2]])
@@ -208,11 +225,10 @@ def test_arrays_that_are_not_bytes_are_refused(data: Rows) -> None:
         parse(data)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     "body",
     [segment(2, 4, 1, 0, 1, b"\1\x7c\0\0", bytes(1)), segment(4, 1, 1, 0, 1, b"\1\x7c\1\x7c", bytes(1))],
 )
-def test_signalling_nans_are_refused_where_numpy_is_told_to_raise(body: Part, version: int) -> None:
+def test_signalling_nans_are_refused_where_numpy_is_told_to_raise(body: Part) -> None:
     with np.errstate(all="raise"), pytest.raises(PayloadError, match="not finite"):
-        parse((header() + body).encode(version))
+        parse((header() + body).encode())

@@ -32,15 +32,13 @@ from cnr_codecs import (
     merge_segments,
     parse,
     present_rows,
-    rows_written,
     split_segments,
     take_rows,
 )
 from cnr_codecs.elements import BY_NAME, ELEMENTS, element_named
 from cnr_codecs.payload.rowset import BLOCK_ROWS
 from cnr_codecs.protocol import Rows
-from tests.test_codecs.hard_rows import ROW_MAKERS, decode
-from tests.test_codecs.payload_bytes import of_version_1
+from tests.test_codecs.hard_rows import ROW_MAKERS
 
 FLOATS = ("float32", "float16", "bfloat16")
 UNIFORM = st.builds(
@@ -284,21 +282,3 @@ def test_moved_payloads_are_packed_as_the_codec_packs_them(then: Any) -> None:
 def test_what_may_not_follow_is_refused(then: Any) -> None:
     with pytest.raises(CodecConfigError):
         Packer.of({"id": "cnr_uniform", "then": then})
-
-
-def test_rows_of_payloads_of_both_versions_move_into_one() -> None:
-    values = np.random.default_rng(5).normal(size=(64, 6)).astype(np.float32)
-    values[::9] += 1e6
-    values[3] = np.nan
-    even, odd = np.arange(0, 64, 2), np.arange(1, 64, 2)
-    codec = UniformRows("asymmetric", 4)
-    newer = codec.encode_rows(values[even], even, 64, element="float32", seal=3)
-    older = of_version_1(codec.encode_rows(values[odd], odd, 64, element="float32"))
-    segments = [
-        segment for data in (newer, older) for segment in take_rows(parse(data), np.ones(64, np.uint8))
-    ]
-    joined = build_payload(64, 6, element_named("float32"), merge_segments(segments), 3)
-    assert joined[4] == 2
-    np.testing.assert_array_equal(rows_written(joined, seal=3), np.arange(64))
-    whole = codec.encode_rows(values, None, 64, element="float32")
-    np.testing.assert_array_equal(decode(parse(joined)).view("u4"), decode(parse(whole)).view("u4"))

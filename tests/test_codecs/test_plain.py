@@ -16,7 +16,7 @@ from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform.uniform import SchemeName
 from tests.test_codecs.hard_rows import BITS, SCHEMES, adversarial_rows, decode
-from tests.test_codecs.payload_bytes import head_bytes, of_version_1, proved
+from tests.test_codecs.payload_bytes import head_bytes, layout_of, proved
 
 ROOM = 1 << 20
 
@@ -149,10 +149,10 @@ def test_no_flipped_bit_of_the_head_is_plain() -> None:
             parse(proven)
 
 
-def test_payloads_of_version_1_are_left_to_others() -> None:
-    older = of_version_1(PLAIN)
-    assert plain_of(older) is None
-    np.testing.assert_array_equal(decode(parse(older)), plain_of(PLAIN))
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_payloads_of_other_versions_are_left_to_others(version: int) -> None:
+    assert layout_of(PLAIN).encode() == PLAIN
+    assert plain_of(layout_of(PLAIN).encode(version)) is None
 
 
 def test_where_a_plain_payload_goes() -> None:

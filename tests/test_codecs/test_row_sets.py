@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numcodecs import zstd
 
-from cnr_codecs.payload.rowset import BLOCK_ROWS, RowSet, RowSetKind
+from cnr_codecs.payload.rowset import BLOCK_ROWS, RowSet, RowSetKind, validate_row_set
+
+
+def _gaps(offsets: np.ndarray) -> bytes:
+    """The bytes of gaps: 255 as often as a gap has it, then the rest."""
+    gaps = np.diff(offsets, prepend=-1) - 1
+    return b"".join(b"\xff" * (gap // 255) + bytes([gap % 255]) for gap in gaps.tolist())
 
 
 def _sets(offsets: np.ndarray, rows: int) -> list[RowSet]:
@@ -17,7 +26,9 @@ def _sets(offsets: np.ndarray, rows: int) -> list[RowSet]:
     found = [
         RowSet(RowSetKind.BITMAP, len(offsets), rows, np.packbits(bits, bitorder="little")),
         RowSet(RowSetKind.OFFSETS32, len(offsets), rows, offsets.astype("<u4")),
-        RowSet.of(offsets, rows, gaps=True),
+        RowSet(
+            RowSetKind.GAPS, len(offsets), rows, np.frombuffer(zstd.compress(_gaps(offsets), 1), np.uint8)
+        ),
     ]
     if rows <= 1 << 16:
         found.append(RowSet(RowSetKind.OFFSETS16, len(offsets), rows, offsets.astype("<u2")))
@@ -37,7 +48,7 @@ def _check(row_set: RowSet, first: int, stop: int) -> None:
     found = np.concatenate([np.empty(0, np.uint32), *(rows for _, rows in parts)])
     inside = (found >= max(first, 0)) & (found < stop)
     np.testing.assert_array_equal(found[inside], offsets[(offsets >= first) & (offsets < stop)])
-    if row_set.kind in (RowSetKind.BITMAP, RowSetKind.OFFSETS16, RowSetKind.OFFSETS32):
+    if row_set.kind in (RowSetKind.BITMAP, RowSetKind.OFFSETS16, RowSetKind.OFFSETS32, RowSetKind.GAPS):
         assert len(found) - inside.sum() <= 14
 
 
@@ -70,3 +81,22 @@ def test_offsets_of_16_bits_in_chunks_of_more_rows(first: int, stop: int, expect
     row_set = RowSet(RowSetKind.OFFSETS16, 2, 100_000, offsets)
     assert [row for _, rows in row_set.within(first, stop) for row in rows.tolist()] == expected
     assert sum(len(rows) for _, rows in row_set.within(70_000, 80_000)) <= 1
+
+
+def test_gaps_take_little_more_memory_than_the_rows_that_they_are_kept_as() -> None:
+    rows = 1 << 22
+    flags = np.random.default_rng(1).random(rows) < 0.3
+    held = int(flags.sum())
+    tracemalloc.start()
+    try:
+        row_set = RowSet.marked(flags)
+        assert row_set.kind is RowSetKind.GAPS
+        assert tracemalloc.get_traced_memory()[1] < 2 * rows
+        data = row_set.data.tobytes()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        found = validate_row_set(RowSetKind.GAPS, held, rows, data, "test")
+        assert tracemalloc.get_traced_memory()[1] - before < 7 * held + (4 << 20)
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(found.offsets(), np.flatnonzero(flags))

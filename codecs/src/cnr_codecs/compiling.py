@@ -11,7 +11,7 @@ from cnr_codecs.elements import ELEMENTS, array_dtype, element_named, round_to_b
 from cnr_codecs.kmeans.kmeans import KMeansRows
 from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
-from cnr_codecs.payload.coded import has_floating_codes
+from cnr_codecs.payload.coded import MAX_CODE, has_floating_codes
 from cnr_codecs.payload.decode import decode_into
 from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.pending import Pending
@@ -22,7 +22,6 @@ from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform.uniform import UniformRows
 
 _ROWS = 2
-_APART = (1, 40)
 
 
 def compile_decoding(element: str) -> Iterator[None]:
@@ -66,11 +65,6 @@ def compile_encoding(codec: RowCodec, dim: int, element: str) -> Iterator[None]:
     _decode(payload, element, dim)
     yield
     own = codec.codec if isinstance(codec, Followed) else codec
-    if isinstance(own, LatticeRows | FloatingRows):
-        # Rows that lie apart: the row set is one of gaps.
-        apart = codec.encode_rows(rows, np.array(_APART), _APART[-1] + 1, element=element)
-        decode_into(parse(apart), rows.copy(), np.ones(_ROWS, np.uint8))
-        yield
     if isinstance(own, LatticeRows) and own.relative:
         _compile_relative(own, rows, element)
         yield
@@ -79,6 +73,8 @@ def compile_encoding(codec: RowCodec, dim: int, element: str) -> Iterator[None]:
 def _compile_relative(codec: LatticeRows, rows: Rows, element: str) -> None:
     codec, zeros, known = codec.with_step(0.5), np.zeros(rows.shape, np.int8), np.ones(len(rows), np.bool_)
     payload, *_ = codec.encode_over(rows, None, len(rows), zeros, known, element=element)
+    far = np.full(rows.shape, MAX_CODE, np.int16)  # differences of more than 16 bits
+    codec.encode_over(rows, None, len(rows), far, known, element=element)
     older = codec.encode_rows(np.zeros_like(rows), None, len(rows), element=element)
     out, need = np.empty_like(rows), np.ones(len(rows), np.uint8)
     pending = Pending(len(rows), rows.shape[1], out if element == "float32" else None)

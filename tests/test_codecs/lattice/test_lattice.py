@@ -4,7 +4,6 @@ import math
 import struct
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,14 +27,14 @@ from cnr_codecs import (
     take_rows,
 )
 from cnr_codecs.elements import element_named
-from cnr_codecs.entropy.lines import BLOCK_LINES
 from cnr_codecs.lattice.lattice import most_code
-from cnr_codecs.lattice.steps import SUM_ROWS, block_sums, root_mean_square, values_of
+from cnr_codecs.lattice.steps import COUNTED_ROWS, median_scale, no_counts, scale_counts, values_of
+from cnr_codecs.payload.validate import MIN_STEP
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_of
 from tests.test_codecs.payload_bytes import header, layout_of, segment
-from tests.test_codecs.references import entropy as reference
+from tests.test_codecs.references import coded as reference
 from tests.test_codecs.references.lattice import codes_of
 
 FLOATS = st.sampled_from(["float32", "float16", "bfloat16"])
@@ -50,7 +49,15 @@ def as_element(values: Rows, element: str) -> Rows:
 
 
 def lattice_of(payload: Payload) -> Segment | None:
-    return next((each for each in payload.segments if each.scheme is Scheme.LATTICE), None)
+    """The segment on the coarsest step, or on a floating grid."""
+    found = [each for each in payload.segments if each.scheme is Scheme.LATTICE]
+    return max(found, key=lambda each: each.grid.step, default=None)
+
+
+def body_of(kept: Segment) -> bytes:
+    """What a payload stores of a coded segment."""
+    data = build_payload(kept.row_set.rows, kept.codes.shape[1] // 2, element_named("float32"), [kept])
+    return layout_of(data).parts[0].body
 
 
 def normal(rows: int, dim: int, seed: int = 0) -> Rows:
@@ -64,24 +71,46 @@ def test_rows_equal_the_reference_and_are_within_half_a_step(values: Rows, step:
     limit = most_code(step, element_named(element))
     codes, raw = codes_of(values, step, limit)
     payload = encode(LatticeRows(step=step), values, element)
-    out, kept = decode(payload), lattice_of(payload)
-    held = np.flatnonzero(~raw)
-    assert out[: len(values)][raw].tobytes() == values[raw].tobytes()
-    if kept is None:
-        assert len(held) == 0
+    out, held = decode(payload), np.flatnonzero(~raw)
+    finer = rows_on_finer_steps(values, step, element, payload, out)
+    plain = raw & ~np.isin(np.arange(len(values)), finer)
+    assert out[: len(values)][plain].tobytes() == values[plain].tobytes()
+    if len(held) == 0:
+        assert all(each.grid.step < step for each in payload.segments if each.scheme is Scheme.LATTICE)
         return
+    kept = lattice_of(payload)
+    assert kept is not None
     np.testing.assert_array_equal(rows_of(kept), held)
-    assert kept.coded is not None
-    dim = values.shape[1]
-    line = dim if dim > 4 else 32 // dim * dim
-    assert bytes(kept.coded.lines.data) == reference.encode(codes[held].reshape(-1).tolist(), line)
-    assert kept.coded.check == google_crc32c.value(codes[held].astype("<i4").tobytes())
+    assert body_of(kept) == reference.on_step(codes[held].reshape(-1).tolist(), values.shape[1], step)
     expected = values_of(codes[held], step, element)
     assert out[held].tobytes() == expected.tobytes()
     if element == "float32":
         assert (np.abs(out[held].astype(np.float64) - values[held]) <= step / 2).all()
     again, _ = codes_of(out[held], step, limit)
     np.testing.assert_array_equal(again, codes[held])
+
+
+def rows_on_finer_steps(values: Rows, step: float, element: str, payload: Payload, out: Rows) -> Rows:
+    """The rows that would be zero on the step, and are not; float32 ones lie on steps of which they are 4 to 64."""
+    found = [np.empty(0, np.intp)]
+    for part in payload.segments:
+        if part.scheme is not Scheme.LATTICE or part.grid.step == step:
+            continue
+        assert element == "float32"
+        assert math.log2(step / part.grid.step) % 4 == 0
+        rows = rows_of(part)
+        most = np.abs(values[rows]).max(axis=1).astype(np.float64)
+        assert (most <= step / 2).all()
+        assert (most >= 4 * part.grid.step).all()
+        assert (most < 64 * part.grid.step).all()
+        assert (np.abs(out[rows].astype(np.float64) - values[rows]) <= part.grid.step / 2).all()
+        found.append(rows)
+    if element == "float32":
+        with np.errstate(invalid="ignore"):
+            most = np.abs(values.astype(np.float64)).max(axis=1, initial=0)
+            small = (most <= step / 2) & (most >= 64 * MIN_STEP)
+        assert set(np.flatnonzero(small)) <= {*np.concatenate(found).tolist()}
+    return np.concatenate(found)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 4, 5, 6, 7, 17, 64, 1024])
@@ -95,7 +124,7 @@ def test_dims_and_rows(dim: int, rows: int) -> None:
     assert (kept is None) == (rows == 0)
     if kept is not None:
         step = float(kept.parameters[0, 0])
-        assert step == lattice_step(0.2 * root_mean_square(block_sums(values)))
+        assert step == lattice_step(0.2 * median_scale(scale_counts(values)))
         assert np.abs(decode(payload)[:rows] - values).max() <= step / 2
 
 
@@ -144,23 +173,52 @@ def test_float16_rows_that_would_decode_to_infinity_are_raw() -> None:
     assert np.isfinite(out).all()
 
 
-def test_the_step_is_that_of_the_rows_whatever_block_is_summed_first() -> None:
-    values = normal(2 * SUM_ROWS + 77, 3)
-    values[5] = np.nan
-    values[SUM_ROWS, 1] = -np.inf
-    blocks = [block_sums(values[first : first + SUM_ROWS]) for first in range(0, len(values), SUM_ROWS)]
-    together = [each for block in blocks for each in block]
-    assert together == block_sums(values)
-    assert sum(count for _, count in together) == values.size - 6
-    squares = values[np.isfinite(values).all(axis=1)].astype(np.float64) ** 2
-    assert root_mean_square(together) == pytest.approx(math.sqrt(squares.mean()), rel=1e-12)
-    lanes = np.zeros((-(-SUM_ROWS * 3 // 64), 64))
-    finite = np.where(np.isfinite(values[:SUM_ROWS]), values[:SUM_ROWS].astype(np.float64), 0) ** 2
-    lanes.reshape(-1)[: finite.size] = finite.reshape(-1)
-    total = 0.0
-    for lane in np.add.accumulate(lanes, axis=0)[-1].tolist():
-        total += lane
-    assert together[0][0] == total
+@pytest.mark.parametrize("dim", [1, 3, 4, 17])
+def test_the_scale_is_the_median_of_magnitudes_whoever_counts_them(dim: int) -> None:
+    values = normal(2 * COUNTED_ROWS // dim + 77, dim) * np.float32(37)
+    values[5], values[9], values[11:40], values[50:60, 0] = np.nan, -np.inf, 0, 1e30
+    counted = scale_counts(values)
+    parts = [scale_counts(values[first : first + 999]) for first in range(0, len(values), 999)]
+    columns = [scale_counts(values[:, place : place + 2]) for place in range(0, dim, 2)]
+    for some in parts, columns:
+        np.testing.assert_array_equal(sum(some, no_counts()), counted)
+    found = np.abs(values[np.isfinite(values) & (values != 0)])
+    assert counted.sum() == found.size
+    assert median_scale(counted) == pytest.approx(1.4826 * np.median(found), rel=1 / 30)
+    assert median_scale(counted) == pytest.approx(3.7, rel=0.05)
+    assert median_scale(no_counts()) == 0
+
+
+@pytest.mark.parametrize("value", [1e30, 3e38, 1e-30, 1e-41, 1.0])
+def test_scales_of_any_size(value: float) -> None:
+    assert median_scale(scale_counts(np.full((9, 5), value, np.float32))) == pytest.approx(
+        1.4826 * value, rel=1 / 30, abs=2.0**-130
+    )
+
+
+def test_a_few_huge_rows_do_not_widen_the_step() -> None:
+    values = normal(1000, 8)
+    (step,) = {each.grid.step for each in encode(LatticeRows(0.2), values).segments}
+    values[:100] *= np.float32(1e9)
+    kept = lattice_of(encode(LatticeRows(0.2), values))
+    assert kept is not None
+    assert kept.grid.step == pytest.approx(step, rel=0.2)
+
+
+def test_rows_of_any_size_where_they_belong() -> None:
+    """On the step, on finer ones, or as they are: 1e30, NaN and infinities are; nothing becomes zero that was not."""
+    values = normal(9, 6)
+    for row, value in enumerate([1e30, np.nan, np.inf, -np.inf, 1e-41, 1e-6, 1e-12, 0, -0.0]):
+        values[row] = np.float32(value)
+    payload = encode(LatticeRows(step=0.0625), values)
+    steps = {
+        each.grid.step: rows_of(each).tolist() for each in payload.segments if each.scheme is Scheme.LATTICE
+    }
+    assert steps == {0.0625: [7, 8], 0.0625 / 16**5: [5], 0.0625 / 16**10: [6]}
+    out = decode(payload)
+    assert out[:5].tobytes() == values[:5].tobytes()
+    np.testing.assert_allclose(out[5:7], values[5:7], rtol=1 / 8)
+    assert out[7:].tobytes() == bytes(48)
 
 
 @pytest.mark.parametrize("value", [1.0, 0.1, 1e-40, 1e35, 0.0, 255.5, math.inf, 2.0**-100, 3.3333e-31])
@@ -179,10 +237,13 @@ def test_steps_have_8_significant_bits(value: float) -> None:
 @pytest.mark.parametrize("dim", [1, 3, 16])
 @pytest.mark.parametrize("step", [1, 7, 5000])
 def test_wanted_rows_of_several_blocks(dim: int, step: int) -> None:
-    rows = 3 * BLOCK_LINES + 100
+    rows = (1 << 17) // dim + 100  # of more codes than a block has
     held = np.sort(np.random.default_rng(7).choice(2 * rows, rows, replace=False))
-    values = normal(rows, dim)
+    values = np.abs(normal(rows, dim)) + np.float32(0.01)
     payload = parse(LatticeRows(step=2.0**-8).encode_rows(values, held, 2 * rows, element="float32"))
+    (part,) = payload.segments
+    assert part.coded is not None
+    assert len(part.coded.lines.blocks) > 2
     expected = np.full((2 * rows, dim), 7, np.float32)
     expected[held] = values_of(codes_of(values, 2.0**-8, 32767)[0], 2.0**-8, "float32")
     for first, count in (0, 2 * rows), (5000, 300), (-50, 100), (2 * rows - 10, 40), (3 * rows, 5), (-9, 4):
@@ -203,19 +264,19 @@ def test_bytes_of_a_payload() -> None:
     values = np.array([[0, 0.5, -1], [0, 0, 0]], np.float32)
     data = LatticeRows(step=0.5).encode_rows(values, np.array([2, 5]), 8, element="float32")
     codes = np.array([0, 1, -2, 0, 0, 0], "<i4")
-    grid = struct.pack("<fBBHI", 0.5, 0, 10, 0, google_crc32c.value(codes.tobytes()))
-    words = reference.encode(codes.tolist(), 30)
-    assert data == (header(1, 8, 3) + segment(6, 0, 2, 1, 2, bytes([0b100100]), grid, words)).encode()
+    body = reference.on_step(codes.tolist(), 3, 0.5)
+    assert body[:12] == struct.pack("<ffhBB", 0.5, 1, 0, 0, 0)
+    assert data == (header(1, 8, 3) + segment(6, 0, 2, 1, 2, bytes([0b100100]), body)).encode()
     np.testing.assert_array_equal(decode(parse(data))[[2, 5]], values)
 
 
 @pytest.mark.parametrize(("dim", "rows"), [(1, 32), (2, 16), (3, 10), (4, 8), (5, 1), (64, 1)])
 def test_narrow_rows_are_coded_in_lines_of_several(dim: int, rows: int) -> None:
-    values = normal(100, dim)
+    values = normal(100, dim) + np.float32(1)
     payload = encode(LatticeRows(0.1), values)
     (held,) = payload.segments
     assert held.coded is not None
-    assert (held.coded.line_rows, held.coded.lines.line) == (rows, rows * dim)
+    assert held.coded.lines.line == rows * dim
     assert np.abs(decode(payload) - values).max() <= held.parameters[0, 0] / 2
 
 
@@ -260,7 +321,6 @@ def test_moved_rows_keep_their_codes(data: st.DataObject, element: str) -> None:
         expected[before] = np.where(np.isin(before, held)[:, None], out[before], expected[before])
         taken += take_rows(payload, need)
     merged = merge_segments(taken)
-    assert len(merged) <= 3
     chunk = data.draw(st.integers(1, rows + 5))
     found = np.full_like(expected, 7)
     for number, segments in enumerate(split_segments(merged, chunk) if merged else ()):
@@ -271,7 +331,7 @@ def test_moved_rows_keep_their_codes(data: st.DataObject, element: str) -> None:
     assert (found[need != 0] == 7).all()
 
 
-GOOD = LatticeRows(step=0.125).encode_rows(normal(50, 4), None, 50, element="float32")
+GOOD = LatticeRows(step=2.0**-7).encode_rows(normal(50, 4), None, 50, element="float32")
 
 
 def spoiled(at: int, new: bytes) -> bytes:
@@ -292,8 +352,7 @@ def spoiled(at: int, new: bytes) -> bytes:
         (spoiled(0, struct.pack("<f", math.inf)), "step inf is not"),
         (spoiled(0, struct.pack("<f", 2.0**101)), "is not one of 8"),
         (spoiled(0, struct.pack("<f", 2.0**-101)), "is not one of 8"),
-        (spoiled(5, b"\0"), "lines have no rows"),
-        (spoiled(12, b"\x09"), "model 0"),
+        (spoiled(16, b"\xff"), "sizes of 1 frames are cut off|the classes of 7 lines"),
     ],
 )
 def test_malformed_bodies_are_refused(data: bytes, message: str) -> None:
@@ -302,15 +361,23 @@ def test_malformed_bodies_are_refused(data: bytes, message: str) -> None:
         parse(data)
 
 
-@pytest.mark.parametrize(("at", "new"), [(4, b"\1"), (4, b"\4"), (6, b"\1")])
+@pytest.mark.parametrize(
+    ("at", "new"),
+    [
+        (10, b"\1"),
+        (10, b"\2"),
+        (10, b"\4"),
+        (11, b"\1"),
+        (8, b"\1"),
+        (9, b"\x80"),
+        (4, struct.pack("<f", 2)),
+        (4, struct.pack("<f", math.nan)),
+        (4, struct.pack("<f", 0)),
+    ],
+)
 def test_what_is_reserved_is_refused_by_name(at: int, new: bytes) -> None:
-    with pytest.raises(UnsupportedPayloadError, match=r"flags .* of a lattice are unknown: a newer release"):
+    with pytest.raises(UnsupportedPayloadError, match=r"flags .* of a grid are unknown: a newer release"):
         parse(spoiled(at, new))
-
-
-def test_row_exponents_are_named() -> None:
-    with pytest.raises(UnsupportedPayloadError, match="row exponents"):
-        parse(spoiled(4, b"\1"))
 
 
 @pytest.mark.parametrize("count", [50, 7])
@@ -319,15 +386,15 @@ def test_codes_that_do_not_decode_change_no_marks(count: int) -> None:
     payload = parse(spoiled(body - 3, b"\xff\x00\xff"))
     need = np.zeros(50, np.uint8)
     need[:count] = 1
-    with pytest.raises(PayloadError, match="payload: block 0 of 1 is damaged"):
+    with pytest.raises(PayloadError, match=r"payload: block 0 of 1: a zstd frame of .* is damaged"):
         cnr_codecs.decode_into(payload, np.empty((50, 4), np.float32), need)
     assert need.sum() == count
-    with pytest.raises(PayloadError, match="block 0 of 1 is damaged"):
+    with pytest.raises(PayloadError, match="block 0 of 1: a zstd frame"):
         take_rows(payload, need)
 
 
 def test_codes_that_are_not_those_of_the_check_are_damage() -> None:
-    payload = parse(spoiled(8, b"\1\2\3\4"))
+    payload = parse(spoiled(12, b"\1\2\3\4"))
     with pytest.raises(PayloadError, match="crc32c differs"):
         cnr_codecs.decode_into(payload, np.empty((50, 4), np.float32), np.ones(50, np.uint8))
     with pytest.raises(PayloadError, match="crc32c differs"):
@@ -335,15 +402,25 @@ def test_codes_that_are_not_those_of_the_check_are_damage() -> None:
 
 
 def test_codes_of_more_than_16_bits_are_damage() -> None:
-    codes = np.array([40_000, 0, -5, 1], "<i4")
-    grid = struct.pack("<fBBHI", 0.5, 0, 1, 0, google_crc32c.value(codes.tobytes()))
-    data = header(1, 1, 4) + segment(6, 0, 2, 0, 1, grid, reference.encode(codes.tolist(), 4))
+    data = header(1, 1, 4) + segment(6, 0, 2, 0, 1, reference.on_step([40_000, 0, -5, 1], 4, 0.5))
     with pytest.raises(PayloadError, match="beyond 32767"):
         decode(parse(data.encode()))
 
 
-def test_version_1_has_no_lattice() -> None:
-    with pytest.raises(PayloadError, match="scheme 6 is unknown"):
-        parse((header() + segment(6, 0, 2, 0, 1, bytes(40))).encode(1))
-    with pytest.raises(PayloadError, match="row-set kind 4 is unknown"):
-        parse((header() + segment(1, 32, 0, 4, 1, b"\0\0", bytes(8))).encode(1))
+def test_a_chunk_of_one_row_of_very_many_columns() -> None:
+    values = normal(1, 1 << 20)
+    payload = encode(LatticeRows(step=2.0**-6), values)
+    assert np.abs(decode(payload) - values).max() <= 2.0**-7
+    assert sum(len(each.coded.data) for each in payload.segments if each.coded) < values.size
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 20_000])
+def test_a_chunk_of_one_column(rows: int) -> None:
+    values = normal(rows, 1)
+    held = np.arange(rows) * 3 + 1
+    payload = parse(LatticeRows(step=2.0**-8).encode_rows(values, held, 3 * rows + 1, element="float32"))
+    found = np.full((3 * rows + 1, 1), 7, np.float32)
+    need = np.ones(len(found), np.uint8)
+    assert cnr_codecs.decode_into(payload, found, need) == rows
+    assert np.abs(found[held] - values).max() <= 2.0**-9
+    assert (found[need != 0] == 7).all()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,10 +35,10 @@ from cnr_codecs.lattice.lattice import most_code
 from cnr_codecs.lattice.steps import values_of
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
-from tests.test_codecs.hard_rows import decode
+from tests.test_codecs.hard_rows import decode, encode
 from tests.test_codecs.lattice.test_lattice import FLOATS, as_element
 from tests.test_codecs.payload_bytes import header, segment
-from tests.test_codecs.references import entropy as reference
+from tests.test_codecs.references import coded as reference
 from tests.test_codecs.references.lattice import codes_of
 
 STEP = 0.125
@@ -80,8 +80,10 @@ class Table:
 
     def expected(self) -> Rows:
         """What readers find once all rows were written."""
-        stored = values_of(self.codes.astype(np.int32), float(self.codec.step or 0), self.element)
-        return np.where(self.known[:, None], stored, self.values)
+        found = values_of(self.codes.astype(np.int32), float(self.codec.step or 0), self.element)
+        others = self.values[~self.known]  # raw, or on finer steps
+        found[~self.known] = decode(encode(self.codec, others, self.element))[: len(others)]
+        return found
 
 
 def compose(
@@ -167,6 +169,73 @@ def test_rows_that_do_not_come_out_as_written_are_found(
         compose([other, newer], np.arange(40), 4, "float32", in_values=in_values)
 
 
+@given(seed=st.integers(0, 1 << 32), in_values=st.booleans(), dim=st.sampled_from([1, 3, 9]))
+@settings(deadline=None, max_examples=histories(20))
+def test_links_of_chunks_of_their_own_that_are_read_in_any_order(
+    seed: int, in_values: bool, dim: int
+) -> None:
+    """Three deltas over a whole table, each cut into chunks of other sizes, the newest first."""
+    table, rows = Table(seed, 300, dim), np.arange(300)
+    links: list[list[tuple[int, int, bytes]]] = []
+    for chunk in (100, 64, 77, 300):
+        ids, cuts = (table.change(0.6) if links else rows), range(0, 300, chunk)
+        links.append([(first, *_chunk_of(table, ids, first, chunk)) for first in cuts])
+    out, need = np.full((300, dim), 7, np.float32), np.ones(300, np.uint8)
+    pending = Pending(300, dim, out if in_values else None)
+    for link in reversed(links):
+        for number in table.rng.permutation(len(link)).tolist():
+            first, last, payload = link[number]
+            place = out[first:last], need[first:last], 0, pending.part(first, 0, f"chunk {number}")
+            decode_into(parse(payload), *place)
+    assert not need.any()
+    pending.prove()
+    assert out.tobytes() == table.expected().tobytes()
+
+
+def _chunk_of(table: Table, ids: Any, first: int, rows: int) -> tuple[int, bytes]:
+    """The row behind a chunk, and the chunk."""
+    last = min(first + rows, len(table.values))
+    held = ids[(ids >= first) & (ids < last)]
+    payload, table.codes[held], table.known[held] = table.codec.encode_over(
+        *(table.values[held], held - first, last - first, table.codes[held], table.known[held]),
+        element=table.element,
+    )
+    return last, payload
+
+
+@given(seed=st.integers(0, 1 << 32), in_values=st.booleans(), link=st.integers(0, 2))
+@settings(deadline=None, max_examples=histories(30))
+def test_one_wrong_code_of_any_link_is_found(seed: int, in_values: bool, link: int) -> None:
+    """Whose payload is sound as such: the rows are what is wrong."""
+    rng = np.random.default_rng(seed)
+    rows, dim = int(rng.integers(1, 60)), int(rng.integers(1, 9))
+    codes = [rng.integers(-99, 100, (rows, dim)) for _ in range(3)]
+    stored = [codes[0], codes[1] - codes[0], codes[2] - codes[1]]
+    payloads = []
+    for wrong in (False, True):
+        if wrong:
+            stored[link][rng.integers(rows), rng.integers(dim)] += rng.choice([-1, 1])
+        bodies = [
+            reference.on_step(each.reshape(-1).tolist(), dim, STEP, held.reshape(-1).tolist())
+            for each, held in zip(codes, stored, strict=True)
+        ]
+        schemes = (Scheme.LATTICE, Scheme.RELATIVE, Scheme.RELATIVE)
+        parts = zip(schemes, bodies, strict=True)
+        payloads.append(
+            [
+                (header(1, rows, dim) + segment(int(scheme), 0, 2, 0, rows, body)).encode()
+                for scheme, body in parts
+            ]
+        )
+    right, wrong_ones = payloads
+    found = compose(right, np.arange(rows), dim, "float32", in_values=in_values)
+    np.testing.assert_array_equal(found, codes[2] * np.float32(STEP))
+    with pytest.raises(
+        PayloadError, match="do not come out as they were written" if link else "crc32c differs"
+    ):
+        compose(wrong_ones, np.arange(rows), dim, "float32", in_values=in_values)
+
+
 def test_bytes_of_a_relative_payload() -> None:
     values = np.array([[0, 0.5, -1], [0, 0, 0]], np.float32)
     parent = np.array([[1, 1, -1], [9, 9, 9]], np.int8)
@@ -180,9 +249,8 @@ def test_bytes_of_a_relative_payload() -> None:
         (6, 0b100000, [0, 0, 0], [0, 0, 0]),
         (7, 0b000100, [-1, 0, -1], [0, 1, -2]),
     ):
-        check = google_crc32c.value(np.array(held, "<i4").tobytes())
-        grid = struct.pack("<fBBHI", 0.5, 0, 10, 0, check)
-        parts.append(segment(scheme, 0, 2, 1, 1, bytes([row]), grid, reference.encode(stored, 30)))
+        body = reference.on_step(held, 3, 0.5, stored)
+        parts.append(segment(scheme, 0, 2, 1, 1, bytes([row]), body))
     assert data == (header(2, 8, 3) + parts[0] + parts[1]).encode()
 
 
@@ -219,8 +287,9 @@ def test_one_payload_alone_names_the_way_to_read_it() -> None:
     [
         (LosslessRows(), "row 10 of it is not on a lattice"),
         (UniformRows(bits=4), "row 10 of it is not on a lattice"),
-        (LatticeRows(step=2 * STEP), "another step than 0.25"),
-        (LatticeRows(), "newer payload has rows relative to it on another step"),
+        (LatticeRows(step=2 * STEP), "another grid than the step 0.25"),
+        (LatticeRows(), "newer payload has rows relative to it on another grid"),
+        (FloatingRows(4), "another grid than the floating grid of 4 bits"),
     ],
 )
 def test_relative_rows_over_others_are_refused(older: Any, message: str) -> None:
@@ -234,6 +303,27 @@ def test_relative_rows_over_others_are_refused(older: Any, message: str) -> None
         assert np.flatnonzero(need == 2).tolist() == [*range(10, 20)]
         with pytest.raises(PayloadError, match=message):
             read(parse(beneath), out, need, 0, pending)
+
+
+def test_rows_on_any_number_of_steps_are_read_where_relative_ones_may_be() -> None:
+    """Only grids of relative rows are counted."""
+    rows, steps = 300, [math.ldexp(128 + i % 128, i // 128 - 9) for i in range(300)]
+    segments = [
+        segment
+        for row, step in enumerate(steps)
+        for segment in parse(
+            LatticeRows(step=step).encode_rows(
+                np.full((1, 3), 5 * step, np.float32), np.array([row]), rows, element="float32"
+            )
+        ).segments
+    ]
+    payload = parse(build_payload(rows, 3, element_named("float32"), segments))
+    out = np.empty((rows, 3), np.float32)
+    for read in (decode_into, lambda payload, _, need, *rest: take_rows(payload, need, *rest)):
+        need, pending = np.ones(rows, np.uint8), Pending(rows, 3)
+        read(payload, out, need, 0, pending)
+        assert not need.any()
+    np.testing.assert_array_equal(out[:, 0], 5 * np.array(steps))
 
 
 def test_absent_rows_and_chunks_of_columns_are_refused() -> None:
@@ -259,12 +349,14 @@ def _absent(rows: int) -> cnr_codecs.Segment:
 
 def test_columns_beneath_may_be_split() -> None:
     table = Table(7, 50, 6)
+    table.values += np.float32(3)  # no part of a row would be zero
+    beneath = table.values.copy()
     table.write(np.arange(50))
+    table.values[10:30] += table.rng.normal(0, 0.2, (20, 6)).astype(np.float32)
     table.write(np.arange(10, 30))
     out, pending = np.empty((50, 6), np.float32), Pending(50, 6)
     need = np.ones(50, np.uint8)
     decode_into(parse(table.payloads[1]), out, need, 0, pending)
-    beneath = Table(7, 50, 6).values
     for column in (0, 3):
         part = CODEC.encode_rows(beneath[:, column : column + 3], None, 50, element="float32")
         decode_into(parse(part), out[:, column : column + 3], need.copy(), 0, pending.part(0, column))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,14 +29,14 @@ from cnr_codecs import (
 from cnr_codecs.elements import element_named
 from cnr_codecs.lattice.floating import floating_codes
 from cnr_codecs.lattice.segments import segments_over
-from cnr_codecs.payload.coded import floating_values
+from cnr_codecs.payload.coded import Grid, floating_values
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import decode
 from tests.test_codecs.lattice.test_lattice import FLOATS, as_element
 from tests.test_codecs.lattice.test_relative import compose
 from tests.test_codecs.payload_bytes import header, segment
-from tests.test_codecs.references import entropy as reference
+from tests.test_codecs.references import coded as reference
 
 
 class Sums:
@@ -118,12 +117,12 @@ def test_bytes_of_a_relative_payload() -> None:
         values, np.array([2]), 8, parent, np.ones(1, bool), element="float32"
     )
     assert codes.tolist() == [[127 << 3, -((127 << 3) + 2), 0]]
-    check = google_crc32c.value(codes.astype("<i4").tobytes())
-    body = struct.pack("<HHBBHI", 0, 0, 0, 10, 0, check), reference.encode([1, 0, 0], 30)
-    assert data == (header(1, 8, 3) + segment(7, 3, 2, 1, 1, bytes([4]), *body)).encode()
-    newer = struct.pack("<HHBBHI", 9, 0, 0, 10, 0, check), body[1]
-    with pytest.raises(UnsupportedPayloadError, match="of a lattice are unknown"):
-        parse((header(1, 8, 3) + segment(7, 3, 2, 1, 1, bytes([4]), *newer)).encode())
+    body = reference.on_step(codes.reshape(-1).tolist(), 3, 0, [1, 0, 0])
+    assert data == (header(1, 8, 3) + segment(7, 3, 2, 1, 1, bytes([4]), body)).encode()
+    # Differences need no signs of their own.
+    newer = body[:10] + b"\2" + body[11:]
+    with pytest.raises(UnsupportedPayloadError, match="flags 2, 0 of a grid are unknown"):
+        parse((header(1, 8, 3) + segment(7, 3, 2, 1, 1, bytes([4]), newer)).encode())
 
 
 def test_rows_that_would_take_more_are_not_relative() -> None:
@@ -150,8 +149,8 @@ def test_fewer_bytes_for_sums_that_grew_little() -> None:
     ("older", "message"),
     [
         (LosslessRows(), "row 10 of it is not on a lattice"),
-        (LatticeRows(step=0.5), "another step than 0.5"),
-        (FloatingRows(4), "another grid than the floating one of 4 bits"),
+        (LatticeRows(step=0.5), "another grid than the step 0.5"),
+        (FloatingRows(4), "another grid than the floating grid of 4 bits"),
     ],
 )
 def test_relative_rows_over_others_are_refused(older: Any, message: str) -> None:
@@ -173,7 +172,7 @@ def test_sums_that_are_no_codes_are_refused(code: int) -> None:
     values = floating_values(held, 3, "float32")
     base = FloatingRows(3).encode_rows(values, None, 4, element="float32")
     parent, known, kind = 2 * held.astype(np.int32) - code, np.ones(4, bool), element_named("float32")
-    segments, _ = segments_over(values, np.arange(4), 4, parent, known, held, ~known, kind, (3, 0.0))
+    segments, _ = segments_over(values, np.arange(4), 4, parent, known, held, ~known, kind, Grid(mantissa=3))
     delta = build_payload(4, 2, kind, segments)
     for read in (decode_into, lambda payload, _, need, *rest: take_rows(payload, need, *rest)):
         need, out, pending = np.ones(4, np.uint8), np.empty((4, 2), np.float32), Pending(4, 2)

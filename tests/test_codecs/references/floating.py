@@ -19,31 +19,22 @@ def codes_of(
     """Return the codes (n, dim) of rows, and which rows, bool (n,), have none: their codes are 0.
 
     With |x| = f * 2**e, f in [1, 2), the magnitude of a code is (e + 127) * 2**m + rint((f - 1) * 2**m), and 0 for 0. A
-    row has none if that is the magnitude of no normal number below 2**127, or is beyond the element type. Subnormal
-    numbers of the element's own type have steps of 2**(-126 - m): the greatest of them round to 2**-126.
+    row has none if that is the magnitude of no normal number below 2**127, or is beyond the element type. Numbers of
+    other types than float64 that are smaller than any normal float32 count as the least of them, in rows with negative
+    values as 0.
     """
     with np.errstate(invalid="ignore"):
         exact = np.abs(values.astype(np.float64))
         fractions, exponents = np.frexp(exact)
         codes = (exponents.astype(np.int64) + 126 << mantissa) + np.rint((2 * fractions - 1) * 2.0**mantissa)
-    if values.dtype != np.float64:
-        codes = np.where(exact < _LEAST_NORMAL, np.rint(exact / _LEAST_NORMAL * 2.0**mantissa), codes)
+        if values.dtype != np.float64:
+            codes = np.where(exact < _LEAST_NORMAL, np.rint(exact / _LEAST_NORMAL * 2.0**mantissa), codes)
     least, most = code_range(mantissa, element)
+    if values.dtype != np.float64:
+        small = np.where((values < 0).any(axis=1, keepdims=True), 0, least)
+        codes = np.where((exact > 0) & (codes < least), small, codes)
+        least = 0
     has_code = np.isfinite(exact) & (codes >= least) & (codes <= most)
     raw = ~((exact == 0) | has_code).all(axis=1)
     kept = np.where(raw[:, None] | (exact == 0), 0, codes * np.where(values < 0, -1, 1))
     return kept.astype(np.int32), raw
-
-
-def symbols_of(codes: npt.NDArray[np.int32], line: int) -> tuple[int, bool, list[int]]:
-    """Return the floor, whether there are signs, and the symbols of flat codes: lines that begin with a center."""
-    signed = bool((codes < 0).any())
-    magnitudes = [2 * abs(code) + (code < 0) if signed else code for code in codes.tolist()]
-    lines = [magnitudes[first : first + line] for first in range(0, len(magnitudes), line)]
-    centers = [sum(each) // max(sum(map(bool, each)), 1) for each in lines]
-    floor = min(filter(None, centers), default=1 << 16) - 1
-    symbols = []
-    for center, each in zip(centers, lines, strict=True):
-        symbols.append(center - floor if center else 0)
-        symbols += [0 if not size else size - center + (size >= center) for size in each]
-    return floor, signed, symbols

@@ -14,9 +14,10 @@ def codes_of(
     """Return the codes (n, dim) of rows, and which rows, bool (n,), have none: their codes are 0.
 
     A code is the value times the reciprocal of the step, both float64, rounded half even. A row has none if it is not
-    finite, or if one would be beyond `limit`.
+    finite, if one would be beyond `limit`, or if it is not zero and all of them would be.
     """
     with np.errstate(invalid="ignore"):
         exact = np.rint(values.astype(np.float32).astype(np.float64) * (1 / step))
         raw = np.logical_not((np.abs(exact) <= limit).all(axis=1))
+        raw |= (exact == 0).all(axis=1) & (values != 0).any(axis=1)
     return np.where(raw[:, None], 0, exact).astype(np.int32), raw

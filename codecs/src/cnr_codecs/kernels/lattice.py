@@ -23,13 +23,15 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
     """Write the codes of rows to `codes` (int16), one row after the other, and return how many rows have any.
 
     `values` is flat float32. A code is the value times `inverse`, as float64, rounded half even. A row that is not
-    finite, or has a code beyond `limit`, is marked in `raw` (uint8), and its codes are overwritten.
+    finite, has a code beyond `limit`, or is not zero and would be, is marked in `raw` (uint8), and its codes are
+    overwritten.
     """
     width, held = np.uintp(dim), np.int64(0)
     for i in range(raw.size):
         start, place = np.uintp(i * dim), np.uintp(held * dim)
-        most = np.int32(0)
+        most, size = np.int32(0), np.float32(0)
         for j in range(width):
+            size = max(size, abs(values[start + j]))
             exact = np.float64(values[start + j]) * inverse
             # NaN fails each comparison, and ends beyond every limit.
             exact = exact if exact > -_BEYOND else -_BEYOND
@@ -37,49 +39,58 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
             code = np.int32(np.rint(exact))
             codes[place + j] = np.int16(code)
             most = max(most, abs(code))
-        raw[i] = most > limit
-        held += most <= limit
+        has_none = most > limit or (most == 0 and size > 0)
+        raw[i] = has_none
+        held += not has_none
     return held
 
 
 @kernel
-def sum_squares(values: Any) -> float:
-    """Return the sum of the squares of `values`, flat float32, as float64. It is not finite if a value is not.
+def classify(codes: Any, line: int, classes: Any) -> None:
+    """Write the class of each line of flat codes (int16 or int32) to `classes` (uint8): see `payload.packed`."""
+    width = np.uintp(line)
+    for i in range(classes.size):
+        first = np.uintp(i * line)
+        most, total = np.int64(0), np.int64(0)
+        for j in range(first, first + width):
+            code = np.int64(codes[j])
+            most = max(most, (code << 1) ^ (code >> 63))
+            total += abs(code)
+        packed = (most > 0) + (most > 2) + (most > 14) + (most > 0xFF) + (most > 0xFFFF) + (most > 0xFFFFFF)
+        mean, limit = 0, np.int64(line)
+        while mean < 15 and 8 * total >= limit:
+            mean += 1
+            limit *= 2
+        classes[i] = 16 * packed + (mean if packed else 0)
 
-    Value j belongs to sum j mod 64, and these sums are added in order: so the compiler can make vectors of them.
-    """
-    sums, lanes = np.zeros(64), np.uintp(64)
-    whole = np.uintp(values.size // 64)
-    for i in range(whole):
-        for k in range(lanes):
-            value = np.float64(values[i * lanes + k])
-            sums[k] += value * value
-    for k in range(np.uintp(values.size) - whole * lanes):
-        value = np.float64(values[whole * lanes + k])
-        sums[k] += value * value
-    total = 0.0
-    for k in range(lanes):
-        total += sums[k]
-    return total
+
+@kernel
+def count_magnitudes(values: Any, drop: int, counts: Any) -> None:
+    """Count flat float32, but 0 and what is not finite, by the bits of their magnitude above the lowest `drop`."""
+    low = np.uint32(drop)
+    for j in range(np.uintp(values.size)):
+        size = bits_of(values[j]) & np.uint32(0x7FFFFFFF)
+        if size != 0 and size < np.uint32(0x7F800000):
+            counts[size >> low] += 1
 
 
 @kernel
 def place_rows(
-    codes: Any, first: int, dim: int, step: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int
+    codes: Any, dim: int, step: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int
 ) -> int:
     """Write the wanted ones of `rows` (uint32) to `flat` (float32), clear their marks, and return their number.
 
-    Row i of `rows` has the codes (int32) from `first` + i * `dim` on, and is row `rows[i] - first_row` of the output,
-    which `need` (uint8) marks if it is wanted, and which begins at that many times `stride`.
+    Row i of `rows` has the codes (int32) from i * `dim` on, and is row `rows[i] - first_row` of the output, which
+    `need` (uint8) marks if it is wanted, and which begins at that many times `stride`. Others lie outside of it.
     """
     written, width = 0, np.uintp(dim)
     for i in range(rows.size):
         place = np.int64(rows[i]) - first_row
-        if need[place] == 0:
+        if place < 0 or place >= need.size or need[place] == 0:
             continue
         need[place] = 0
         written += 1
-        source, to = np.uintp(first + i * dim), np.uintp(place * stride)
+        source, to = np.uintp(i * dim), np.uintp(place * stride)
         for j in range(width):
             flat[to + j] = step * np.float32(codes[source + j])
     return written
@@ -93,7 +104,8 @@ def quantize_floating(
 
     `bits` is flat uint32 or uint64: numbers whose sign is bit `sign`. A code's magnitude is what stands above `shift`
     bits, to which these are rounded half even, less `bias`. A row with a magnitude that is neither that of 0 nor from
-    `least` to `most` is marked in `raw` (uint8), and its codes are overwritten.
+    `least` to `most` is marked in `raw` (uint8), and its codes are overwritten. But where there is no `bias`, smaller
+    ones become `least`, or 0 in rows with negative values.
     """
     width, held = np.uintp(dim), np.int64(0)
     below, top = np.uint64(shift), np.uint64(sign)
@@ -101,12 +113,19 @@ def quantize_floating(
     for i in range(raw.size):
         start, place = np.uintp(i * dim), np.uintp(held * dim)
         bad: Any = False
+        signs = np.uint64(0)
+        for j in range(width):
+            number = np.uint64(bits[start + j])
+            signs |= number if number & mask else np.uint64(0)
+        small = 0 if signs >> top else least
         for j in range(width):
             number = np.uint64(bits[start + j])
             size = number & mask
             magnitude: Any = np.int64((size + half + ((size >> below) & _1)) >> below) - bias
             magnitude = magnitude if size else 0
-            bad |= size != 0 and (magnitude < least or magnitude > most)
+            is_small = size != 0 and magnitude < least
+            bad |= magnitude > most or (is_small and bias != 0)
+            magnitude = small if is_small else magnitude
             codes[place + j] = np.int16(-magnitude if number >> top else magnitude)
         raw[i] = bad
         held += not bad
@@ -129,52 +148,42 @@ def find_centers(codes: Any, line: int, shift: int, centers: Any) -> None:
 
 
 @kernel
-def center_lines(codes: Any, line: int, shift: int, centers: Any, floor: int, symbols: Any) -> None:
-    """Write lines of symbols (int32): each line's center less `floor`, then its magnitudes less the center.
+def center_lines(codes: Any, line: int, shift: int, centers: Any, rests: Any) -> None:
+    """Write the magnitudes of each line less its center to `rests` (int32).
 
-    0 stays 0, also as a center, so differences from 0 on are raised by 1.
+    0 stays 0, so differences from 0 on are raised by 1.
     """
-    place = np.uintp(0)
     for i in range(centers.size):
         center = np.int64(centers[i])
-        symbols[place] = np.int32(center - floor if center > 0 else 0)
-        place += np.uintp(1)
         for j in range(np.uintp(i * line), np.uintp(min((i + 1) * line, codes.size))):
             code = np.int64(codes[j])
             rest = ((abs(code) << shift) | (code < 0)) - center
             rest += rest >= 0
-            symbols[place] = np.int32(rest if code else 0)
-            place += np.uintp(1)
+            rests[j] = np.int32(rest if code else 0)
 
 
 @kernel
-def restore_lines(symbols: Any, line: int, shift: int, floor: int, least: int, most: int, codes: Any) -> Any:
-    """Write the codes (int32) of lines of symbols, and return how many there are; -1 if these are no such lines.
+def restore_lines(codes: Any, line: int, shift: int, centers: Any, least: int, most: int) -> bool:
+    """Write the codes (int32) of lines over what `center_lines` wrote of them. Whether all are sound.
 
-    A code other than 0 has a magnitude from `least` to `most`. `codes` may be `symbols`.
+    A code other than 0 has a magnitude from `least` to `most`. A line of zeros has the center (int64) 0.
     """
-    source, place, end = np.uintp(0), np.uintp(0), np.uintp(symbols.size)
     bad: Any = False
-    while source < end:
-        first = np.int64(symbols[source])
-        center = first + floor if first else 0
-        bad |= first < 0
-        source += np.uintp(1)
-        for _ in range(min(np.uintp(line), end - source)):
-            rest = np.int64(symbols[source])
+    for i in range(centers.size):
+        center = np.int64(centers[i])
+        for j in range(np.uintp(i * line), np.uintp((i + 1) * line)):
+            rest = np.int64(codes[j])
             magnitude = center + rest - (rest > 0)
             size = magnitude >> shift
-            bad |= rest != 0 and (first == 0 or size < least or size > most)
+            bad |= rest != 0 and (center == 0 or size < least or size > most)
             code = -size if magnitude & shift else size
-            codes[place] = np.int32(code if rest else 0)
-            source += np.uintp(1)
-            place += np.uintp(1)
-    return -1 if bad else np.int64(place)
+            codes[j] = np.int32(code if rest else 0)
+    return not bad
 
 
 @kernel
 def place_floating(
-    codes: Any, first: int, dim: int, shift: int, rows: Any, first_row: int, need: Any, flat: Any, stride: int
+    codes: Any, dim: int, shift: int, rows: Any, first_row: int, need: Any, flat: Any, stride: int
 ) -> int:
     """Write the wanted ones of `rows` (uint32) to `flat`, the bits of float32, clear their marks, return their number.
 
@@ -183,11 +192,11 @@ def place_floating(
     written, width = 0, np.uintp(dim)
     for i in range(rows.size):
         place = np.int64(rows[i]) - first_row
-        if need[place] == 0:
+        if place < 0 or place >= need.size or need[place] == 0:
             continue
         need[place] = 0
         written += 1
-        source, to = np.uintp(first + i * dim), np.uintp(place * stride)
+        source, to = np.uintp(i * dim), np.uintp(place * stride)
         for j in range(width):
             code = np.int64(codes[source + j])
             flat[to + j] = np.uint32((abs(code) << shift) | ((code < 0) << 31))
@@ -197,23 +206,22 @@ def place_floating(
 @kernel
 def add_rows(
     codes: Any,
-    first: int,
     dim: int,
-    step: Any,
+    grid: int,
     rows: Any,
     first_row: int,
     need: Any,
     sums: Any,
     place: int,
     stride: int,
-    steps: Any,
+    grids: Any,
     base: int,
 ) -> int:
     """Add the differences of the wanted ones of `rows` (uint32) to their sums, and return the number of rows added.
 
-    Return -1 if a sum has another step. `rows`, `first` and `need` are as for `place_rows`; marks of 1 become 2, which
-    says that there is a sum. Row i of the output has the sum (int32) from `place` + i * `stride` on, and the step
-    `steps[base + i]` (float32).
+    Return -1 if a sum has another grid. `rows` and `need` are as for `place_rows`; marks of 1 become 2, which
+    says that there is a sum. Row i of the output has the sum (int32) from `place` + i * `stride` on, and the number
+    `grids[base + i]` (uint8) of its grid.
     """
     added, width = 0, np.uintp(dim)
     for i in range(rows.size):
@@ -222,15 +230,15 @@ def add_rows(
             for j in range(np.uintp(0), width, np.uintp(_LINE)):
                 prefetch(sums, to + j)
         row = np.int64(rows[i]) - first_row
-        if need[row] == 0:
+        if row < 0 or row >= need.size or need[row] == 0:
             continue
-        source, to = np.uintp(first + i * dim), np.uintp(place + row * stride)
+        source, to = np.uintp(i * dim), np.uintp(place + row * stride)
         if need[row] == 1:
             need[row] = 2
-            steps[base + row] = step
+            grids[base + row] = grid
             for j in range(width):
                 sums[to + j] = codes[source + j]
-        elif steps[base + row] != step:
+        elif grids[base + row] != grid:
             return -1
         else:
             for j in range(width):
@@ -242,21 +250,20 @@ def add_rows(
 @kernel
 def settle_rows(
     codes: Any,
-    first: int,
     dim: int,
-    step: Any,
+    grid: int,
     rows: Any,
     first_row: int,
     need: Any,
     sums: Any,
     place: int,
     stride: int,
-    steps: Any,
+    grids: Any,
     base: int,
 ) -> Any:
     """Add codes to the sums of those of `rows` that have any, and the sums to these codes.
 
-    Return the greatest magnitude of a sum, or -1 if a sum has another step. The arguments are as for `add_rows`.
+    Return the greatest magnitude of a sum, or -1 if a sum has another grid. The arguments are as for `add_rows`.
     """
     most, width = np.int64(0), np.uintp(dim)
     for i in range(rows.size):
@@ -265,11 +272,11 @@ def settle_rows(
             for j in range(np.uintp(0), width, np.uintp(_LINE)):
                 prefetch(sums, to + j)
         row = np.int64(rows[i]) - first_row
-        if need[row] != 2:
+        if row < 0 or row >= need.size or need[row] != 2:
             continue
-        if steps[base + row] != step:
+        if grids[base + row] != grid:
             return -1
-        source, to = np.uintp(first + i * dim), np.uintp(place + row * stride)
+        source, to = np.uintp(i * dim), np.uintp(place + row * stride)
         for j in range(width):
             code = np.int64(codes[source + j]) + np.int64(sums[to + j])
             most = max(most, abs(code))
@@ -279,21 +286,21 @@ def settle_rows(
 
 
 @kernel
-def find_codes(values: Any, rows: Any, steps: Any, dim: int, mantissa: int, codes: Any) -> None:
+def find_codes(values: Any, rows: Any, grids: Any, steps: Any, shifts: Any, dim: int, codes: Any) -> None:
     """Write the codes (int32) of `rows` (int64) of `values`, flat float32 that was made of codes, one after the other.
 
-    The step of row i is `steps[i]` (float32); of a floating grid, the bits that its codes have of `mantissa`, less
-    than 0.
+    Row i is on the grid `grids[i]` (uint8). `steps` (float32) has the step of each grid; where it is 0, its codes are
+    the bits of values above the lowest `shifts` (uint32).
     """
     width = np.uintp(dim)
     for i in range(rows.size):
-        step, source, to = steps[rows[i]], np.uintp(rows[i] * dim), np.uintp(i * dim)
+        grid, source, to = grids[rows[i]], np.uintp(rows[i] * dim), np.uintp(i * dim)
+        step, shift = steps[grid], shifts[grid]
         if step > 0:
             # A value is exactly its step times its code.
             for j in range(width):
                 codes[to + j] = np.int32(values[source + j] / step)
             continue
-        shift = np.uint32(mantissa + np.int64(step))
         for j in range(width):
             bits = bits_of(values[source + j])
             size = np.int32((bits & np.uint32(0x7FFFFFFF)) >> shift)

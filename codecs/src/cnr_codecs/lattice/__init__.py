@@ -1,1 +1,1 @@
-"""The lattice: rows as integers on one step, entropy-coded."""
+"""The lattice: rows as integers on one step, or on a floating grid."""

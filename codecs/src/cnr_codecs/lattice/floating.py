@@ -1,4 +1,4 @@
-"""The codec of floating grids: a value as the upper bits of a floating-point number, entropy-coded.
+"""The codec of floating grids: a value as the upper bits of a floating-point number.
 
 A value's code depends on that value alone. The bytes of a row depend on the rows that it is encoded with.
 """
@@ -14,11 +14,12 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize_floating
-from cnr_codecs.lattice.segments import Codes, Grid, Mask, segments_of, segments_over
+from cnr_codecs.lattice.segments import Codes, Mask, segments_of, segments_over
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_MANTISSA,
     NARROW_DIM,
+    Grid,
     code_range,
     has_floating_codes,
 )
@@ -35,13 +36,12 @@ _MANTISSA_BITS_64, _BIAS_64 = 52, 1023 - 127
 
 @dataclass(frozen=True)
 class FloatingRows:
-    """Stores each value with fewer bits of its mantissa, rounded to nearest, and the bits left entropy-coded.
+    """Stores each value with fewer bits of its mantissa, rounded to nearest, and compresses the bits left.
 
-    Each value keeps its sign and is off by at most a share of 2**-(mantissa_bits + 1) of its magnitude. Only 0 decodes
-    to 0: so quotients by sums and means of squares stay what they are within twice that share. -0 decodes to 0. Rows
-    with NaN, infinities, or values that round to no normal float32 below 2**127 are stored as they are. A subnormal
-    float32 or bfloat16 that rounds to 2**-126 is off by up to 1 / (2**(mantissa_bits + 1) - 1) of its magnitude: with
-    3 bits by 1/15, where other values are off by up to 1/16.
+    Each value keeps its sign and is off by at most a share of 2**-(mantissa_bits + 1) of its magnitude: so quotients by
+    sums and means of squares stay what they are within twice that share. -0 decodes to 0. Rows with NaN, infinities, or
+    values of 2**127 or more are stored as they are. Subnormal values decode to 2**-126, so that nothing is divided by
+    0; in rows with negative values to 0. Rows of float64 that have any are stored as they are.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class FloatingRows:
 
     @property
     def _grid(self) -> Grid:
-        return self.mantissa_bits, 0.0
+        return Grid(mantissa=self.mantissa_bits)
 
 
 def floating_codes(

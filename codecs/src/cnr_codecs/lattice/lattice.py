@@ -16,8 +16,8 @@ from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize
 from cnr_codecs.lattice.segments import Codes, Mask, segments_of, segments_over
-from cnr_codecs.lattice.steps import block_sums, lattice_step, root_mean_square
-from cnr_codecs.payload.coded import MAX_CODE
+from cnr_codecs.lattice.steps import lattice_step, median_scale, scale_counts
+from cnr_codecs.payload.coded import MAX_CODE, Grid
 from cnr_codecs.payload.payload import Segment, build
 from cnr_codecs.payload.validate import valid_step
 from cnr_codecs.protocol import Offsets, Rows
@@ -35,13 +35,14 @@ _CLASSES_BITS = 0.4
 
 @dataclass(frozen=True)
 class LatticeRows:
-    """Stores each value as the nearest multiple of one step, and the multiples entropy-coded.
+    """Stores each value as the nearest multiple of one step, and compresses the multiples.
 
     Parameters
     ----------
     rms_step
-        The step as a share of the root mean square of the rows that are encoded together, 0.001 to 16; 0.35 if neither
-        this nor `step` is given. The smaller, the smaller the errors and the more bytes.
+        The step as a share of the scale of the rows that are encoded together, 0.001 to 16; 0.35 if neither this nor
+        `step` is given. The scale is 1.4826 times the median of the magnitudes other than 0, which is the root mean
+        square of normal values. The smaller the share, the smaller the errors and the more bytes.
     step
         The step itself, which must have 8 significant bits and be from 2**-100 to 2**100; `lattice_step` rounds others.
         With both, `rms_step` only says where the step is from.
@@ -147,7 +148,7 @@ class LatticeRows:
         step = self._known_step()
         kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
         held, raw = quantized or _quantize(values, step, kind)
-        segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, (0, step))
+        segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, Grid(step))
         return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
 
     def with_step(self, step: float) -> LatticeRows:
@@ -160,18 +161,18 @@ class LatticeRows:
         """
         return replace(self, step=step)
 
-    def step_of(self, rms: float) -> float:
+    def step_of(self, scale: float) -> float:
         """Return the step of rows.
 
         Parameters
         ----------
-        rms
-            The root mean square of their finite values.
+        scale
+            That of the option `rms_step`.
         """
         if self.step is not None:
             return self.step
         assert self.rms_step is not None
-        return lattice_step(self.rms_step * rms)
+        return lattice_step(self.rms_step * scale)
 
     def _known_step(self) -> float:
         if self.step is None:
@@ -187,9 +188,9 @@ class LatticeRows:
     def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
         step = self.step
         if step is None:
-            step = self.step_of(root_mean_square(block_sums(_wide(values))))
+            step = self.step_of(median_scale(scale_counts(values)))
         held, raw = _quantize(values, step, element)
-        return segments_of(held, raw, values[raw], offsets, rows, element, (0, step))
+        return segments_of(held, raw, values[raw], offsets, rows, element, Grid(step))
 
 
 def _wide(values: Rows) -> npt.NDArray[np.float32]:

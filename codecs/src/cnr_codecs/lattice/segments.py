@@ -9,16 +9,15 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import RowsError
-from cnr_codecs.payload.coded import CodedRows
+from cnr_codecs.payload.coded import MAX_CODE, CodedRows, Grid
 from cnr_codecs.payload.payload import ParameterType, Scheme, Segment
 from cnr_codecs.payload.rowset import RowSet
+from cnr_codecs.payload.validate import MIN_STEP
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.rows import raw_segment
 
 Codes: TypeAlias = npt.NDArray[np.int16]
 Mask: TypeAlias = npt.NDArray[np.bool_]
-Grid: TypeAlias = tuple[int, float]
-"""The bits of a floating grid and 0; or 0 and the step."""
 
 
 def segments_of(
@@ -37,8 +36,31 @@ def segments_of(
         places = offsets if len(held) == len(raw) else offsets[~raw]
         segments.append(_segment(held, places, rows, grid))
     if len(raw_values):
-        order = np.arange(len(raw_values))
-        segments.append(raw_segment(raw_values, offsets[raw], rows, order, element))
+        segments += _others(raw_values, offsets[raw], rows, element, grid)
+    return segments
+
+
+def _others(values: Rows, offsets: Offsets, rows: int, element: Element, grid: Grid) -> list[Segment]:
+    """Return the segments of rows without codes on the grid of others.
+
+    Those that would be zero on a step, and are not, are on steps 16, 256, ... times finer, where their greatest codes
+    are from 4 to 64. In types of 16 bits, whose numbers are no multiples of such steps, they are raw as the others are.
+    """
+    segments, is_raw = [], np.ones(len(values), np.bool_)
+    if grid.step and element.name == "float32":
+        with np.errstate(invalid="ignore"):
+            ratios = np.abs(values).max(axis=1).astype(np.float64) * (1 / grid.step)
+        _, exponents = np.frexp(ratios)
+        finer = np.where((ratios > 0) & (np.rint(ratios) == 0), -(-(3 - exponents) // 4), 0)
+        for power in np.unique(finer[finer > 0]).tolist():
+            step = grid.step * 16.0**-power
+            if step >= MIN_STEP:
+                chosen = finer == power
+                codes = np.rint(values[chosen].astype(np.float64) * (1 / step)).astype(np.int16)
+                segments.append(_segment(codes, offsets[chosen], rows, Grid(step)))
+                is_raw &= ~chosen
+    if is_raw.any():
+        segments.append(raw_segment(values, offsets, rows, np.flatnonzero(is_raw), element))
     return segments
 
 
@@ -71,10 +93,12 @@ def segments_over(
     segments = []
     for chosen, is_relative in ((~known & ~raw, False), (known & ~raw, True)):
         if chosen.any():
-            base = parent[chosen] if is_relative else None
-            segments.append(_segment(codes[chosen], offsets[chosen], rows, grid, base))
+            own = slice(None) if chosen.all() else chosen  # no copies of all rows
+            segments.append(
+                _segment(codes[own], offsets[own], rows, grid, parent[own] if is_relative else None)
+            )
     if raw.any():
-        segments.append(raw_segment(values, offsets, rows, np.flatnonzero(raw), element))
+        segments += _others(values[raw], offsets[raw], rows, element, grid)
     return segments, codes
 
 
@@ -86,10 +110,19 @@ def _segment(
     parent: npt.NDArray[np.signedinteger[Any]] | None = None,
 ) -> Segment:
     """Return the segment of rows of these codes, relative to those of the same rows in `parent` if there is one."""
-    mantissa, step = grid
-    row_set, parameters = RowSet.of(offsets, rows, gaps=True), np.full((1, 1), step, np.float32)
-    kinds = mantissa, ParameterType.FLOAT32, row_set, parameters
+    row_set, parameters = RowSet.of(offsets, rows), np.full((1, 1), grid.step, np.float32)
+    kinds = grid.mantissa, ParameterType.FLOAT32, row_set, parameters
     if parent is None:
         return Segment(Scheme.LATTICE, *kinds, codes.view(np.uint8))
-    coded = CodedRows.encode(codes, mantissa, codes.astype(np.int32) - parent)
+    coded = CodedRows.encode(codes, grid.mantissa, _differences(codes, parent))
     return Segment(Scheme.RELATIVE, *kinds, np.empty((0, 2 * codes.shape[1]), np.uint8), coded=coded)
+
+
+def _differences(
+    codes: Codes, parent: npt.NDArray[np.signedinteger[Any]]
+) -> npt.NDArray[np.signedinteger[Any]]:
+    """Return codes less their parents, int16 where all fit, which is half the memory."""
+    most = sum(max(int(each.max()), -int(each.min())) for each in (codes, parent))
+    found: npt.NDArray[np.signedinteger[Any]]
+    found = np.subtract(codes, parent, dtype=np.int16 if most <= MAX_CODE else np.int32)
+    return found

@@ -1,64 +1,55 @@
-"""Steps of lattices: a share of the root mean square of a table's values, rounded to 8 significant bits.
+"""Steps of lattices: a share of the scale of a table, rounded to 8 significant bits.
 
-The root mean square comes from the sum of the squares of the values in rows that are finite, as float64, of each
-`SUM_ROWS` rows, and these sums are added in order: so it is the same however many threads or ranks compute them. A
-block's sum is that of 64 sums, which are added in order, too: value j of the block belongs to sum j mod 64.
+The scale is the median of the magnitudes of the values, without zeros and what is not finite, times what makes it the
+root mean square of normal values: so a few huge rows do not move it far. It comes from counts of values, which are the
+same however many threads or ranks count them, and whichever rows and columns each of them has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import array_dtype, round_to_bfloat16
-from cnr_codecs.kernels.lattice import sum_squares
+from cnr_codecs.kernels.lattice import count_magnitudes
 from cnr_codecs.payload.validate import MAX_STEP, MIN_STEP, STEP_BITS
 
-SUM_ROWS = 1 << 16
-# A sum of squares, and how many values are in it.
-Sum: TypeAlias = tuple[float, int]
+# Rows that are counted together.
+COUNTED_ROWS = 1 << 16
+# A magnitude is counted by its exponent and the upper 4 bits of its mantissa.
+_DROPPED_BITS, _BINS = 19, 1 << 12
+# The standard deviation of a normal variable over the median of its magnitude.
+_OF_NORMAL = 1.4826
+Counts: TypeAlias = npt.NDArray[np.int64]
+"""(4096,): values by the bits of their magnitude."""
 
 
-def block_sums(values: npt.NDArray[Any]) -> list[Sum]:
-    """Return the sum of squares and the number of values of the finite rows of each `SUM_ROWS` rows of (n, dim) values.
-
-    A row with a value that is not finite is stored as it is, so its other values, huge ones perhaps, do not count.
-
-    `values`: floats. The first row is the first of such a block of rows.
-    """
-    sums = []
-    for first in range(0, len(values), SUM_ROWS):
-        block = np.ascontiguousarray(values[first : first + SUM_ROWS], np.float32)
-        block = block.reshape(len(block), -1)
-        flat = block.reshape(-1).view()
-        flat.flags.writeable = False
-        total, finite = float(sum_squares(flat)), flat.size
-        if not math.isfinite(total):
-            rows = np.asarray(np.isfinite(block).all(axis=1))
-            held = np.where(rows[:, None], block, np.float32(0)).reshape(-1)
-            held.flags.writeable = False
-            total, finite = float(sum_squares(held)), int(rows.sum()) * block.shape[1]
-        sums.append((total, finite))
-    return sums
+def no_counts() -> Counts:
+    """Return the counts of no rows. Those of several tables' parts are added."""
+    return np.zeros(_BINS, np.int64)
 
 
-def add_sums(sums: Iterable[Sum]) -> Sum:
-    """Return the sum of sums, added in order. (Python's own sum of floats compensates.)"""
-    total, finite = 0.0, 0
-    for squares, count in sums:
-        total += squares
-        finite += count
-    return total, finite
+def scale_counts(values: npt.NDArray[Any]) -> Counts:
+    """Return the counts of rows (n, dim) of floats."""
+    counts = no_counts()
+    for first in range(0, len(values), COUNTED_ROWS):
+        block = np.ascontiguousarray(values[first : first + COUNTED_ROWS], np.float32).reshape(-1).view()
+        block.flags.writeable = False
+        count_magnitudes(block, _DROPPED_BITS, counts)
+    return counts
 
 
-def root_mean_square(sums: Iterable[Sum]) -> float:
-    """Return the root mean square of a table from its `block_sums`, in order; 0 without finite values."""
-    total, finite = add_sums(sums)
-    return math.sqrt(total / finite) if finite else 0.0
+def median_scale(counts: Counts) -> float:
+    """Return the scale of the values that were counted, to a thirty-second of it; 0 without any."""
+    total = np.cumsum(counts)
+    if not total[-1]:
+        return 0.0
+    found = int(np.searchsorted(total, (int(total[-1]) + 1) // 2))
+    middle = np.array([(found << _DROPPED_BITS) + (1 << (_DROPPED_BITS - 1))], np.uint32)
+    return float(middle.view(np.float32)[0]) * _OF_NORMAL
 
 
 def lattice_step(step: float) -> float:

@@ -2,7 +2,7 @@
 
 All numbers are little-endian; nothing is padded. The head begins with a header of 24 bytes:
 
-    magic "CNRP" | u8 version, 2 | u8 element type | u16 segments | u32 rows | u32 dim | u64 seal
+    magic "CNRP" | u8 version, 3 | u8 element type | u16 segments | u32 rows | u32 dim | u64 seal
 
 and goes on with
 
@@ -13,9 +13,6 @@ An entry has 16 bytes:
     u8 scheme | u8 bits | u8 parameter type | u8 row-set kind | u32 count | u32 row-set bytes | u32 body bytes
 
 A body is a segment's parameters and codes. The bodies follow the head in the order of the entries, and the payload ends
-with the last one. Segments hold different rows; a payload without segments holds none.
-
-Payloads of version 1 are read as well. Their header is the same, and their segments follow it one after the other:
-
-    u8 scheme | u8 bits | u8 parameter type | u8 row-set kind | u32 count | row set | parameters | codes
+with the last one. Segments hold different rows; a payload without segments holds none. Versions 1 and 2, of before the
+first release, are refused.
 """

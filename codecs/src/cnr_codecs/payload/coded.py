@@ -7,18 +7,19 @@ their centers.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element, array_dtype
-from cnr_codecs.entropy.lines import CodedLines, block_room
 from cnr_codecs.errors import PayloadError
 from cnr_codecs.kernels.lattice import center_lines, find_centers, restore_lines
+from cnr_codecs.payload.frames import Frame
+from cnr_codecs.payload.packed import Lines, PackedLines, in_lines
 
 Codes = npt.NDArray[np.int32]
 
@@ -28,114 +29,175 @@ NARROW_DIM, NARROW_LINE = 4, 32
 # The greatest magnitudes of a lattice code, and of the difference of two.
 MAX_CODE = (1 << 15) - 1
 MAX_DIFFERENCE = 2 * MAX_CODE
-# Codes are widened for their checksum so many at a time, so that they stay in the cache.
-_CHECKED_CODES = 1 << 15
+# Centers are packed as lines of so many.
+CENTERS_LINE = 64
+# In place of a row that is none: more than a chunk may have.
+NO_ROW = np.uint32((1 << 32) - 1)
 MAX_MANTISSA = 7
 MANTISSA_BITS = 23
 # Exponents of a float32 that codes have. Those above leave room to round up, those below are subnormal.
 _LEAST_EXPONENT, _END_EXPONENT = 1, 254
 # The exponent of 65,536, to which the largest values of float16 may be rounded.
 _END_OF_FLOAT16 = 127 + 16
-# Stands in a body where a lattice has its step; the second number is reserved.
-FLOOR = struct.Struct("<HH")
 
 
-@dataclass(frozen=True)
-class FloatingGrid:
-    """What a segment on a floating grid has in place of a step."""
+class Grid(NamedTuple):
+    """What integers stand for: multiples of a step, or the upper bits of floating-point numbers."""
 
-    mantissa: int  # bits of the mantissa that codes keep, 1 to 7
-    floor: int  # centers of lines are stored less this; one below the least of them
-    signed: bool  # whether codes may be negative. Then the lowest bit of what is coded is the sign.
+    step: float = 0.0  # 0 of a floating grid
+    mantissa: int = 0  # bits of the mantissa that codes keep on a floating grid, 1 to 7; else 0
 
-    @property
-    def stored(self) -> bytes:
-        """The grid as it is stored."""
-        return FLOOR.pack(self.floor, 0)
+    def __str__(self) -> str:
+        return f"the floating grid of {self.mantissa} bits" if self.mantissa else f"the step {self.step!r}"
+
+
+@dataclass(frozen=True, eq=False)
+class Centers:
+    """Centers of lines of codes on a floating grid, whose magnitudes are near each other and far from 0."""
+
+    mantissa: int
+    is_signed: bool  # whether codes may be negative. Then the lowest bit of what is coded is the sign.
+    lines: int  # how many there are
+    packed: PackedLines
 
     @classmethod
-    def center(
-        cls, codes: npt.NDArray[np.int16], line: int, mantissa: int
-    ) -> tuple[FloatingGrid, npt.NDArray[np.int32]]:
-        """Return a grid, and lines of symbols: of each line of flat codes its center, then the differences from it."""
+    def find(cls, codes: npt.NDArray[np.int16], line: int, mantissa: int) -> tuple[Centers, Codes]:
+        """Return the centers of lines of flat codes, and the differences from them."""
         codes = codes.view()
         codes.flags.writeable = False
-        signed = bool((codes < 0).any())
+        is_signed = bool((codes < 0).any())
         centers = np.empty(-(-codes.size // line), np.int64)
-        find_centers(codes, line, int(signed), centers)
-        floor = int(centers.min(initial=1 << 16, where=centers > 0)) - 1
-        grid = cls(mantissa, min(floor, (1 << 16) - 1), signed)
-        symbols = np.empty(codes.size + centers.size, np.int32)
-        center_lines(codes, line, int(signed), centers, grid.floor, symbols)
-        return grid, symbols
+        find_centers(codes, line, int(is_signed), centers)
+        rests = np.empty(codes.size, np.int32)
+        center_lines(codes, line, int(is_signed), centers, rests)
+        packed = PackedLines.encode(centers.astype(np.int32), CENTERS_LINE)
+        return cls(mantissa, is_signed, len(centers), packed), rests
 
-    def restore(self, symbols: Codes, line: int) -> Codes:
-        """Return the codes of lines of symbols, each `line` codes and a center. They are written over the symbols."""
+    @cached_property
+    def values(self) -> npt.NDArray[np.int64]:
+        """Of each line, 0 of zeros."""
+        found = self.packed.decode(MAX_DIFFERENCE + 1).reshape(-1)[: self.lines]
+        if (found < 0).any():
+            raise PayloadError("a center is negative")
+        return found.astype(np.int64)
+
+    def restore(self, rests: Codes, line: int, lines: Lines) -> None:
+        """Write codes over differences from the centers of their lines."""
         least, most = code_range(self.mantissa)
-        held = int(restore_lines(symbols, line, int(self.signed), self.floor, least, most, symbols))
-        if held < 0:
+        if not restore_lines(rests, line, int(self.is_signed), self.values[lines], least, most):
             raise PayloadError(f"a code is none of a floating grid of {self.mantissa} bits")
-        return symbols[:held]
 
 
 @dataclass(frozen=True, eq=False)
 class CodedRows:
     """The codes of a lattice segment as they are stored, or the differences of a relative one."""
 
-    # These integers, entropy-coded. On a floating grid a center stands before each line of them.
-    lines: CodedLines
-    line_rows: int  # rows of a line
-    # crc32c of all codes as int32, row after row; of a relative segment too: of the codes that its rows end up with
+    count: int  # rows
+    dim: int
+    lines: PackedLines  # these integers; on a floating grid their differences from the centers of their lines
+    # crc32c of all codes as int32, in the order in which lines are stored, zeros that fill the last one included; of a
+    # relative segment too: of the codes that its rows end up with
     check: int
-    # The floating grid of the codes. None: they are multiples of a step, or differences.
-    grid: FloatingGrid | None = None
+    centers: Centers | None = None  # of codes on a floating grid
 
     @classmethod
     def encode(
         cls,
         codes: npt.NDArray[np.int16],
         mantissa: int = 0,
-        differences: npt.NDArray[np.int32] | None = None,
+        differences: npt.NDArray[np.signedinteger[Any]] | None = None,
     ) -> CodedRows:
         """Code rows (count, dim), of at least one value, on a floating grid of so many bits if there are any.
 
         Their differences are coded in place of them, where these are given.
         """
-        line_rows = NARROW_LINE // codes.shape[1] if codes.shape[1] <= NARROW_DIM else 1
-        flat, check = codes.reshape(-1), 0
-        for first in range(0, flat.size, _CHECKED_CODES):
-            check = checksum(check, flat[first : first + _CHECKED_CODES].astype(np.int32))
-        line = line_rows * codes.shape[1]
+        count, dim = codes.shape
+        line, centers = rows_of_line(dim) * dim, None
+        stored: npt.NDArray[np.signedinteger[Any]]
         if mantissa == 0 or differences is not None:
-            stored = flat if differences is None else differences.reshape(-1)
-            return cls(CodedLines.encode(stored, line), line_rows, check)
-        grid, symbols = FloatingGrid.center(flat, line, mantissa)
-        return cls(CodedLines.encode(symbols, line + 1), line_rows, check, grid)
+            stored = codes if differences is None else differences
+        else:
+            centers, stored = Centers.find(codes.reshape(-1), line, mantissa)
+        lines, table, check = PackedLines.encode(stored, line), in_lines(codes, line), 0
+        for _, begin, end in lines.blocks:
+            check = checksum(check, np.take(table, lines.order[begin:end], axis=0).astype(np.int32))
+        return cls(count, dim, lines, check, centers)
+
+    @property
+    def data(self) -> bytes:
+        """The rows as they are stored."""
+        if self.centers is None:
+            return self.lines.data
+        centers = self.centers.packed.data
+        return len(centers).to_bytes(4, "little") + centers + self.lines.data
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in memory."""
+        return self.lines.nbytes + (
+            0 if self.centers is None else self.centers.packed.nbytes + 8 * self.centers.lines
+        )
+
+    @classmethod
+    def parse(
+        cls,
+        data: Frame,
+        shape: tuple[int, int],
+        check: int,
+        mantissa: int,
+        is_signed: bool,
+        where: str,
+    ) -> CodedRows:
+        """Return the rows (count, dim) that are stored as `data`. What blocks hold is proven when they are decoded.
+
+        `mantissa`: of codes on a floating grid; else 0.
+        """
+        line_rows = rows_of_line(shape[1])
+        lines, centers = -(-shape[0] // line_rows), None
+        if mantissa:
+            nbytes = int.from_bytes(data[:4], "little")
+            if len(data) < 4 + nbytes:
+                raise PayloadError(f"{where}: the centers of its lines are cut off")
+            held = data[4 : 4 + nbytes]
+            packed = PackedLines.parse(held, -(-lines // CENTERS_LINE), CENTERS_LINE, where)
+            centers = Centers(mantissa, is_signed, lines, packed)
+            data = data[4 + nbytes :]
+        packed = PackedLines.parse(data, lines, line_rows * shape[1], where)
+        return cls(*shape, packed, check, centers)
 
     def decode(self) -> npt.NDArray[np.int16]:
         """Return all codes, flat. `PayloadError` if they are damaged."""
-        centers = 0 if self.grid is None else -(-self.lines.size // self.lines.line)
-        codes, place, check = np.empty(self.lines.size - centers, np.int16), 0, 0
-        room = block_room(self.lines)
-        for number in range(self.lines.blocks):
-            block = self.decode_block(number, room)
-            codes[place : place + len(block)] = block
+        codes = np.empty((len(self.lines.order), self.lines.line), np.int16)
+        check = 0
+        for number, (_, begin, end) in enumerate(self.lines.blocks):
+            block = self.decode_block(number)
             check = checksum(check, block)
-            place += len(block)
+            codes[self.lines.order[begin:end]] = block.reshape(-1, self.lines.line)
         self.prove(check)
+        return codes.reshape(-1)[: self.count * self.dim]
+
+    def decode_block(self, number: int, most: int = MAX_CODE) -> Codes:
+        """Return the codes of a block, of magnitudes up to `most`, line after line."""
+        codes = self.lines.decode_block(number, most if self.centers is None else MAX_DIFFERENCE + 1)
+        if self.centers is not None:
+            _, begin, end = self.lines.blocks[number]
+            self.centers.restore(codes, self.lines.line, self.lines.order[begin:end])
         return codes
 
-    def decode_block(
-        self, number: int, room: npt.NDArray[np.int32], most: int = MAX_CODE
-    ) -> npt.NDArray[np.int32]:
-        """Return the codes of a block, of magnitudes up to `most`: a view of `room`, which is as `block_room`
-        makes it.
+    def rows_of_block(self, number: int, offsets: Lines) -> Lines:
+        """Return the rows whose codes a block has, in its order. `NO_ROW` are the rows that fill the last line.
+
+        `offsets`: (count,): all rows.
         """
-        codes, zigzag = self.lines.decode_block(number, room)
-        if self.grid is not None:
-            return self.grid.restore(codes, self.lines.line - 1)
-        check_codes(zigzag, most)
-        return codes
+        _, begin, end = self.lines.blocks[number]
+        lines = self.lines.order[begin:end]
+        line_rows = rows_of_line(self.dim)
+        if line_rows == 1:
+            return np.take(offsets, lines)
+        places = (lines[:, None] * np.uint32(line_rows) + np.arange(line_rows, dtype=np.uint32)).reshape(-1)
+        rows = offsets[np.minimum(places, np.uint32(self.count - 1))]
+        rows[places >= self.count] = NO_ROW
+        return rows
 
     def prove(self, check: int) -> None:
         """Compare the checksum of all codes. `PayloadError` if it is another."""
@@ -143,15 +205,14 @@ class CodedRows:
             raise PayloadError("the codes are damaged (crc32c differs)")
 
 
+def rows_of_line(dim: int) -> int:
+    """Return how many rows of so many columns a line of codes has."""
+    return NARROW_LINE // dim if dim <= NARROW_DIM else 1
+
+
 def checksum(check: int, codes: npt.NDArray[np.int32]) -> int:
     """Return the crc32c of codes, given that of those before them."""
     return int(google_crc32c.extend(check, codes.astype("<i4", copy=False)))
-
-
-def check_codes(zigzag: int, most: int = MAX_CODE) -> None:
-    """Check the greatest zigzag code of a segment, whose codes have magnitudes up to `most`."""
-    if zigzag > 2 * most:
-        raise PayloadError(f"a code is beyond {most}")
 
 
 def code_range(mantissa: int, element: str = "float32") -> tuple[int, int]:

@@ -68,7 +68,7 @@ def decode_into(
     RowsError
         `out` or `need` is not as above.
     PayloadError
-        Entropy-coded codes are damaged, a relative row is wanted and nothing may be pending, or pending rows do not fit
+        Compressed codes are damaged, a relative row is wanted and nothing may be pending, or pending rows do not fit
         those of the payload. `need` is as it was; `out` and what is pending are undefined where rows are wanted.
     """
     target = _target(payload, out, need, first_row)

@@ -5,8 +5,6 @@ Sizes are computed with Python's integers, so no hostile number can overflow the
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,9 +73,6 @@ def as_bytes(data: Any) -> npt.NDArray[np.uint8]:
 
 
 DEFAULT_MAX_DECODED_BYTES = 64 << 20
-# Version 1 had no checksum, and no sizes: a segment followed its entry.
-FIRST_VERSION = 1
-_FIRST_ENTRY = struct.Struct("<BBBBI")
 _ENTRIES = HEADER.size + HEAD_BYTES.size
 # A look-up in a dict is cheaper than a call of an enumeration.
 _SCHEMES = {int(each): each for each in Scheme}
@@ -86,9 +81,8 @@ _ROW_SET_KINDS = {int(each): each for each in RowSetKind}
 
 
 class Header(NamedTuple):  # much faster to make than a dataclass, as is an entry
-    """The header of a payload: its version, its place, and the chunk's size."""
+    """The header of a payload: its place, and the chunk's size."""
 
-    version: int
     element: Element
     segments: int
     rows: int
@@ -97,14 +91,14 @@ class Header(NamedTuple):  # much faster to make than a dataclass, as is an entr
 
 
 class Entry(NamedTuple):
-    """What the head says of a segment, which errors call `where`. In version 1 it does not say `body_bytes`."""
+    """What the head says of a segment, which errors call `where`."""
 
     where: str
     scheme: Scheme
     bits: int
     parameter_type: ParameterType
     row_set: RowSet
-    body_bytes: int | None
+    body_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +120,7 @@ def rows_written(payload: Any, *, seal: int | None = None) -> npt.NDArray[np.int
     Parameters
     ----------
     payload
-        A payload of version 2, or what is left of one, as bytes, bytearray, memoryview or a contiguous array.
+        A payload, or what is left of one, as bytes, bytearray, memoryview or a contiguous array.
     seal
         The seal that it must have. None: any.
 
@@ -135,10 +129,9 @@ def rows_written(payload: Any, *, seal: int | None = None) -> npt.NDArray[np.int
     PayloadLimitError
         The decoded chunk would take more than 64 MiB.
     UnsupportedPayloadError
-        A newer release wrote it.
+        A newer release wrote it, or a development version.
     PayloadError
-        The head is not proven: it is damaged or cut off, or of version 1, where it has no checksum. Or the payload
-        has another seal.
+        The head is not proven: it is damaged or cut off. Or the payload has another seal.
 
     Returns
     -------
@@ -152,13 +145,9 @@ def rows_written(payload: Any, *, seal: int | None = None) -> npt.NDArray[np.int
 
 
 def read_head(data: Any) -> Head:
-    """Return the head of a payload of version 2, which may be damaged or cut off behind it."""
+    """Return the head of a payload, which may be damaged or cut off behind it."""
     buffer = as_bytes(data)
     header = read_header(buffer)
-    if header.version == FIRST_VERSION:
-        raise PayloadError(
-            "payload: version 1 has no checksum of its head, so nothing proves the rows of a damaged payload"
-        )
     check_decoded_bytes(header, DEFAULT_MAX_DECODED_BYTES)
     entries = read_entries(Reader(buffer, HEADER.size), header)
     row_sets = tuple(entry.row_set for entry in entries)
@@ -179,37 +168,34 @@ def reseal(data: Any, seal: int) -> bytes:
     Raises
     ------
     PayloadError
-        `data` doesn't start with the header of a payload, or, of version 2, with a sound head.
+        `data` doesn't start with a sound head.
     RowsError
         The seal is not an unsigned 64-bit integer.
     """
     buffer = as_bytes(data)
     header = read_header(buffer)
-    fields = (MAGIC, header.version, header.element.code, header.segments, header.rows, header.dim)
+    fields = (MAGIC, VERSION, header.element.code, header.segments, header.rows, header.dim)
     resealed = HEADER.pack(*fields, checked_seal(seal))
-    if header.version == FIRST_VERSION:
-        return resealed + buffer[HEADER.size :].tobytes()
     head = resealed + _proven_head(buffer)[HEADER.size :]
     bodies = buffer[len(head) + CHECKSUM.size :].tobytes()
     return head + CHECKSUM.pack(google_crc32c.value(head)) + bodies
 
 
 def read_header(buffer: npt.NDArray[np.uint8]) -> Header:
-    """Return the header. In version 2 it is not proven before `read_entries` is."""
+    """Return the header. It is not proven before `read_entries` is."""
     if len(buffer) < HEADER.size:
         raise PayloadError(f"payload: {len(buffer)} bytes, the header alone takes {HEADER.size}")
     magic, version, code, segments, rows, dim, seal = HEADER.unpack_from(buffer.data)
     if magic != MAGIC:
         raise PayloadError(f"payload: it starts with {magic!r}, not with {MAGIC!r}")
-    if not FIRST_VERSION <= version <= VERSION:
-        raise (UnsupportedPayloadError if version > VERSION else PayloadError)(
-            f"payload: version {version} is unknown, this release reads versions 1 and {VERSION}; upgrade"
-        )
+    if version != VERSION:
+        who = "a newer release wrote it; upgrade" if version > VERSION else "a development version wrote it"
+        raise UnsupportedPayloadError(f"payload: version {version} is not {VERSION}: {who}")
     if code not in BY_CODE:
         raise PayloadError(f"payload: element type {code} is unknown")
     if rows == 0 or dim == 0:
         raise PayloadError(f"payload: the chunk of {rows} x {dim} values is empty")
-    return Header(version, BY_CODE[code], segments, rows, dim, seal)
+    return Header(BY_CODE[code], segments, rows, dim, seal)
 
 
 def check_decoded_bytes(header: Header, most: int) -> None:
@@ -226,16 +212,21 @@ def check_decoded_bytes(header: Header, most: int) -> None:
 
 
 def read_entries(reader: Reader, header: Header) -> list[Entry]:
-    """Return the entries of a payload of version 2, proven. The reader goes to the first body."""
+    """Return the entries of a payload, proven. The reader goes to the first body."""
     head = _proven_head(reader.buffer)
     reader.position = len(head) + CHECKSUM.size
     position = _ENTRIES + header.segments * ENTRY.size
     if position > len(head):
         raise PayloadError(f"payload: {header.segments} segments don't fit into a head of {len(head)} bytes")
-    entries = []
+    entries, rows = [], 0
     for index, (*kinds, nbytes, body_bytes) in enumerate(ENTRY.iter_unpack(head[_ENTRIES:position])):
         where = f"payload: segment {index}"
         scheme, bits, parameter_type, kind, count = _validate_entry(kinds, header, where)
+        rows += count
+        if rows > header.rows:  # before anything is unpacked for so many
+            raise PayloadError(
+                f"{where}: {rows} rows so far, the chunk has {header.rows}: one is in two segments"
+            )
         expected = nbytes if kind is RowSetKind.GAPS else encoded_bytes(kind, count, header.rows)
         if nbytes != expected or nbytes > len(head) - position:
             raise PayloadError(
@@ -248,17 +239,6 @@ def read_entries(reader: Reader, header: Header) -> list[Entry]:
     if position != len(head):
         raise PayloadError(f"payload: {len(head) - position} bytes of the head follow the last row set")
     return entries
-
-
-def read_first_entries(reader: Reader, header: Header) -> Iterator[Entry]:
-    """Yield the entries of a payload of version 1. The body of each must be read before the next entry is."""
-    for index in range(header.segments):
-        where = f"payload: segment {index}"
-        kinds = _FIRST_ENTRY.unpack_from(reader.read(_FIRST_ENTRY.size, where, "head").data)
-        scheme, bits, parameter_type, kind, count = _validate_entry(list(kinds), header, where)
-        data = reader.read(encoded_bytes(kind, count, header.rows), where, "row set")
-        row_set = validate_row_set(kind, count, header.rows, data.tobytes(), where)
-        yield Entry(where, scheme, bits, parameter_type, row_set, None)
 
 
 def _proven_head(buffer: npt.NDArray[np.uint8]) -> bytes:
@@ -283,23 +263,15 @@ def _validate_entry(
     """Return (scheme, bits, parameter type, row-set kind, count), if they fit together."""
     scheme, bits, parameter, kind, count = kinds
     known, row_set_kind = _SCHEMES.get(scheme), _ROW_SET_KINDS.get(kind)
-    older = header.version == FIRST_VERSION
-    if known is None or (older and known in CODED):
-        raise _unknown(header, f"{where}: scheme {scheme}")
-    if row_set_kind is None or (older and row_set_kind is RowSetKind.GAPS):
-        raise _unknown(header, f"{where}: row-set kind {kind}")
+    if known is None or row_set_kind is None:
+        what = f"scheme {scheme}" if known is None else f"row-set kind {kind}"
+        # The checksum is right: this is what was written.
+        raise UnsupportedPayloadError(
+            f"{where}: {what} is unknown: a newer release wrote it; install a newer cnr-codecs to read it"
+        )
     if not 1 <= count <= header.rows:
         raise PayloadError(f"{where}: {count} rows, expected 1 to {header.rows}")
     return known, bits, _parameter_type(known, bits, parameter, header.element, where), row_set_kind, count
-
-
-def _unknown(header: Header, what: str) -> PayloadError:
-    if header.version == FIRST_VERSION:
-        return PayloadError(f"{what} is unknown")
-    # The checksum is right: this is what was written.
-    return UnsupportedPayloadError(
-        f"{what} is unknown: a newer release wrote it; install a newer cnr-codecs to read it"
-    )
 
 
 def _parameter_type(scheme: Scheme, bits: int, parameter: int, element: Element, where: str) -> ParameterType:

@@ -1,4 +1,4 @@
-"""Decodes wanted rows of lattice and of relative segments, block by block."""
+"""Decodes wanted rows of lattice and of relative segments, block by block, in the order in which they are stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import round_to_bfloat16
-from cnr_codecs.entropy.lines import BLOCK_LINES, block_room
 from cnr_codecs.errors import PayloadError
 from cnr_codecs.kernels.lattice import add_rows, place_floating, place_rows, settle_rows
 from cnr_codecs.payload.coded import (
@@ -25,8 +24,6 @@ from cnr_codecs.payload.pending import Need, Pending, Target
 
 Codes = npt.NDArray[np.int32]
 RowNumbers = npt.NDArray[np.uint32]
-# Codes of a block, where those of the wanted rows begin, and these rows.
-_Run = tuple[Codes, int, RowNumbers]
 
 
 def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
@@ -34,17 +31,22 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
 
     Only blocks with wanted rows are decoded. The checksum of the codes is compared if all of them are.
     """
-    grid, width = np.float32(segment.grid), payload.dim
-    blocks, written = _Blocks(segment.coded_rows(), MAX_CODE), 0
-    for codes, first, rows in _runs(segment, blocks, payload.dim, target.need, target.first_row):
+    width, coded = payload.dim, segment.coded_rows()
+    written, check, is_whole = 0, 0, True
+    for codes, rows in _wanted(segment, coded, target.need, target.first_row, MAX_CODE):
+        if codes is None:
+            is_whole = False
+            continue
+        check = checksum(check, codes)
         if target.pending is not None:
             place = rows, target.first_row, target.need, *target.pending.place()
-            most = settle_rows(codes, first, width, grid, *place)
+            most = settle_rows(codes, width, target.pending.known_number(segment.grid), *place)
             target.pending.check_settled(most, segment.grid)
             if segment.bits and most > 0:
-                target.pending.check_floating(codes[first : first + len(rows) * width], segment.bits)
-        written += _place(payload, segment, codes, first, rows, target)
-    blocks.prove()
+                target.pending.check_floating(codes, segment.bits)
+        written += _place(payload, segment, codes, rows, target)
+    if is_whole:
+        coded.prove(check)
     return written
 
 
@@ -54,13 +56,14 @@ def add_relative(payload: Payload, segment: Segment, need: Need, first_row: int,
     `need`, `first_row`: as for `decode_into`.
     """
     assert segment.coded is not None
-    grid = np.float32(segment.grid)
+    grid = pending.number_of(segment.grid)
     if payload.dim != pending.sums.shape[1]:
         raise PayloadError("it has rows relative to older ones, and not all of their columns")
     pending.expect(segment, need, first_row)
-    blocks = _Blocks(segment.coded, MAX_DIFFERENCE)
-    for codes, first, rows in _runs(segment, blocks, payload.dim, need, first_row):
-        if add_rows(codes, first, payload.dim, grid, rows, first_row, need, *pending.place()) < 0:
+    for codes, rows in _wanted(segment, segment.coded, need, first_row, MAX_DIFFERENCE):
+        if codes is None:
+            continue
+        if add_rows(codes, payload.dim, grid, rows, first_row, need, *pending.place()) < 0:
             pending.check_settled(-1, segment.grid)
 
 
@@ -76,64 +79,35 @@ def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:
             )
 
 
-def _runs(segment: Segment, blocks: _Blocks, dim: int, need: Need, first_row: int) -> Iterator[_Run]:
-    """Yield the rows of a segment that lie in blocks with wanted ones, as far as `need` reaches."""
-    block_rows, end_row = BLOCK_LINES * blocks.line_rows, first_row + len(need)
-    for start, rows in segment.row_set.blocks():
-        begin, end = np.searchsorted(rows, (max(first_row, 0), max(end_row, 0))).tolist()
-        while begin < end:
-            number, first = divmod(start + begin, block_rows)
-            stop = min(end, begin + block_rows - first)
-            wanted = rows[begin:stop]
-            if need[wanted.astype(np.int64) - first_row].any():
-                yield blocks.read(number), first * dim, wanted
-            begin = stop
-
-
-class _Blocks:
-    """The blocks of coded rows, to be read in order. The last one read is kept.
+def _wanted(
+    segment: Segment, coded: CodedRows, need: Need, first_row: int, most: int
+) -> Iterator[tuple[Codes | None, RowNumbers]]:
+    """Yield the codes and the rows of each block; no codes where none of its rows is wanted.
 
     `most`: the greatest magnitude of a code.
     """
-
-    def __init__(self, coded: CodedRows, most: int) -> None:
-        self._coded, self._most = coded, most
-        self.line_rows = coded.line_rows
-        self._room = block_room(coded.lines)
-        self._number, self._codes = -1, self._room[:0]
-        self._read, self._check = 0, 0
-
-    def read(self, number: int) -> Codes:
-        if number != self._number:
-            self._codes = self._coded.decode_block(number, self._room, self._most)
-            self._number = number
-            self._read += 1
-            if self._most == MAX_CODE:
-                self._check = checksum(self._check, self._codes)
-        return self._codes
-
-    def prove(self) -> None:
-        if self._read == self._coded.lines.blocks:
-            self._coded.prove(self._check)
+    offsets = segment.row_set.offsets().astype(np.uint32)
+    for number in range(len(coded.lines.blocks)):
+        rows = coded.rows_of_block(number, offsets)
+        places = rows.astype(np.int64) - first_row
+        inside = places[(places >= 0) & (places < len(need))]
+        yield coded.decode_block(number, most) if need[inside].any() else None, rows
 
 
-def _place(
-    payload: Payload, segment: Segment, codes: Codes, first: int, rows: RowNumbers, target: Target
-) -> int:
-    """Write rows whose codes begin at `first`."""
+def _place(payload: Payload, segment: Segment, codes: Codes, rows: RowNumbers, target: Target) -> int:
+    """Write the wanted ones of the rows of a block."""
     step, mantissa = np.float32(segment.parameters[0, 0]), segment.bits
     place = (rows, target.first_row, target.need)
     if mantissa and target.out.dtype == np.float32:
         bits = target.flat.view(np.uint32)
-        where = (codes, first, payload.dim, MANTISSA_BITS - mantissa)
-        return int(place_floating(*where, *place, bits, target.stride))
+        return int(place_floating(codes, payload.dim, MANTISSA_BITS - mantissa, *place, bits, target.stride))
     if payload.element == "float32":
-        return int(place_rows(codes, first, payload.dim, step, *place, target.flat, target.stride))
+        return int(place_rows(codes, payload.dim, step, *place, target.flat, target.stride))
     places = rows.astype(np.int64) - target.first_row
-    chosen = np.flatnonzero(target.need[places])
-    held = codes[first : first + len(rows) * payload.dim].reshape(len(rows), payload.dim)[chosen]
+    chosen = np.flatnonzero((places >= 0) & (places < len(target.need)))
+    chosen = chosen[target.need[places[chosen]] != 0]
     places = places[chosen]
-    target.out[places] = _values(held, step, mantissa, payload.element)
+    target.out[places] = _values(codes.reshape(-1, payload.dim)[chosen], step, mantissa, payload.element)
     target.need[places] = 0
     return len(places)
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import RowsError
+from cnr_codecs.payload.coded import Grid
 from cnr_codecs.payload.lattice import add_relative, check_not_wanted
 from cnr_codecs.payload.payload import PARAMETERS_PER_ROW, Payload, Scheme, Segment
 from cnr_codecs.payload.pending import PENDING, Pending
@@ -128,7 +129,7 @@ def _decoded(segment: Segment) -> Segment:
 
 
 def _row_set(segment: Segment, places: npt.NDArray[np.integer[Any]], rows: int) -> RowSet:
-    return RowSet.of(places, rows, gaps=segment.scheme is Scheme.LATTICE)
+    return RowSet.of(places, rows)
 
 
 def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None) -> Segment | None:
@@ -164,7 +165,7 @@ def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None)
 
 
 def _settle(
-    codes: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64], need: Need, grid: float, pending: Pending
+    codes: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64], need: Need, grid: Grid, pending: Pending
 ) -> None:
     """Add to the codes of rows, a copy of those stored, what is pending of these."""
     chosen = np.flatnonzero(need[rows] == PENDING)

@@ -15,18 +15,19 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import RowsError
-from cnr_codecs.payload.coded import CodedRows
+from cnr_codecs.payload.coded import CodedRows, Grid
 from cnr_codecs.payload.rowset import RowSet
 
 MAGIC = b"CNRP"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<4sBBHIIQ")
 HEAD_BYTES = struct.Struct("<I")
 ENTRY = struct.Struct("<BBBBIII")
 CHECKSUM = struct.Struct("<I")
 BOOK_COUNT = struct.Struct("<I")
-# What follows the step of a lattice segment: flags, rows of a line, reserved, checksum of the codes.
-GRID = struct.Struct("<BBHI")
+# Of a coded segment: the step, 0 on a floating grid; the scale and the shift of its grid, which are 1 and 0; flags; 0;
+# the checksum of its codes.
+GRID = struct.Struct("<ffhBBI")
 # The flag of a floating grid whose codes may be negative.
 SIGNED = 2
 # Writers make one segment for each way of storing rows. There are fewer than a hundred ways.
@@ -48,7 +49,7 @@ class Scheme(IntEnum):
     RELATIVE = 7
 
 
-# Entropy-coded integers on one step: codes, or what is to be added to those of the same rows in an older payload.
+# Compressed integers on one grid: codes, or what is to be added to those of the same rows in an older payload.
 CODED = frozenset({Scheme.LATTICE, Scheme.RELATIVE})
 
 
@@ -115,9 +116,9 @@ class Segment:
         return self.coded or CodedRows.encode(np.ascontiguousarray(self.codes).view(np.int16), self.bits)
 
     @property
-    def grid(self) -> float:
-        """What tells the grid of a lattice segment from others: the step, or less the bits of a floating grid."""
-        return -self.bits if self.bits else float(self.parameters[0, 0])
+    def grid(self) -> Grid:
+        """The grid of a lattice or a relative segment."""
+        return Grid(float(self.parameters[0, 0]), self.bits)
 
     def affine(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return scale and offset of each row, float32 (count,). A code q decodes to scale * q + offset.
@@ -210,10 +211,9 @@ def _body(segment: Segment) -> tuple[bytes | memoryview, ...]:
 
 
 def _lattice_body(segment: Segment) -> tuple[bytes | memoryview, ...]:
-    coded, grid, flags = segment.coded_rows(), segment.stored_parameters(), 0
-    if coded.grid is not None:
-        grid, flags = coded.grid.stored, SIGNED * coded.grid.signed
-    return grid, GRID.pack(flags, coded.line_rows, 0, coded.check), coded.lines.data
+    coded = segment.coded_rows()
+    flags = SIGNED if coded.centers is not None and coded.centers.is_signed else 0
+    return GRID.pack(segment.grid.step, 1.0, 0, flags, 0, coded.check), coded.data
 
 
 def encode_head(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cnr_codecs.errors import ParentError
 from cnr_codecs.kernels.lattice import find_codes
-from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, checksum, code_range
+from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, NO_ROW, Grid, checksum, code_range
 from cnr_codecs.payload.payload import Segment
 from cnr_codecs.payload.rowset import RowSet
 
@@ -43,8 +43,8 @@ class Pending:
         int32 (rows, columns). They are defined where rows are pending; with memory of their own also where they were.
     values
         The parameter.
-    steps
-        float32 (rows,): the `Segment.grid` of each of these, which for most is a step.
+    grids
+        uint8 (rows,): the number of the grid of each of these, from `number_of`.
     row, column
         Where row 0 and column 0 of the payload that is read now lie.
     where
@@ -54,9 +54,10 @@ class Pending:
     def __init__(self, rows: int, columns: int, values: npt.NDArray[np.float32] | None = None) -> None:
         # New memory for as many sums as there are values would take longer than to decode them.
         self.sums = np.empty((rows, columns), np.int32) if values is None else values.view(np.int32)
-        self.values, self.steps = values, np.empty(rows, np.float32)
+        self.values, self.grids = values, np.empty(rows, np.uint8)
+        self._numbers: dict[Grid, int] = {}
         self.row, self.column, self.where = 0, 0, ""
-        self._proofs: list[tuple[str, RowSet, int, int]] = []
+        self._proofs: list[tuple[str, npt.NDArray[np.uint32], int, int]] = []
         self._newer: dict[str, None] = {}
 
     def part(self, row: int, column: int = 0, where: str = "") -> Pending:
@@ -84,15 +85,25 @@ class Pending:
         wide = Pending(rows, columns)
         wide.sums[:, :width] = self.sums[self.row : self.row + rows, self.column : self.column + width]
         wide.sums[:, width:] = 0
-        wide.steps[:] = self.steps[self.row : self.row + rows]
-        wide._newer = self._newer
+        wide.grids[:] = self.grids[self.row : self.row + rows]
+        wide._newer, wide._numbers = self._newer, self._numbers
         return wide
 
-    def place(self) -> tuple[npt.NDArray[np.int32], int, int, npt.NDArray[np.float32], int]:
-        """Return what kernels take: the sums, flat, where they begin and how far rows are apart; steps, and where."""
+    def known_number(self, grid: Grid) -> int:
+        """The number of a grid in `grids`; -1, which no row has, if no relative row was on it."""
+        return self._numbers.get(grid, -1)
+
+    def number_of(self, grid: Grid) -> int:
+        """The number of a grid in `grids`, for relative rows on it."""
+        if grid not in self._numbers and len(self._numbers) > np.iinfo(np.uint8).max:
+            raise ParentError(f"{self._relative()} has rows relative to it on too many grids")
+        return self._numbers.setdefault(grid, len(self._numbers))
+
+    def place(self) -> tuple[npt.NDArray[np.int32], int, int, npt.NDArray[np.uint8], int]:
+        """Return what kernels take: the sums, flat, where they begin and how far rows are apart; grids, and where."""
         columns = self.sums.shape[1]
         first = self.row * columns + self.column
-        return self.sums.reshape(-1), first, columns, self.steps, self.row
+        return self.sums.reshape(-1), first, columns, self.grids, self.row
 
     def expect(self, segment: Segment, need: Need, first_row: int) -> None:
         """Remember the checksum of a relative segment if all its rows are read as it has them, to `prove` it.
@@ -111,10 +122,14 @@ class Pending:
             inside = places[(places >= 0) & (places < len(need))]
             if len(inside) < len(places) or (need[inside] != 1).any():
                 return
-        self._proofs.append((self.where, segment.row_set, self.row - first_row, segment.coded.check))
+        offsets = segment.row_set.offsets().astype(np.uint32)
+        blocks = [
+            segment.coded.rows_of_block(each, offsets) for each in range(len(segment.coded.lines.blocks))
+        ]
+        self._proofs.append((self.where, np.concatenate(blocks), self.row - first_row, segment.coded.check))
 
     def settle(
-        self, codes: npt.NDArray[np.int16], rows: npt.NDArray[np.integer[Any]], grid: float
+        self, codes: npt.NDArray[np.int16], rows: npt.NDArray[np.integer[Any]], grid: Grid
     ) -> npt.NDArray[np.int16]:
         """Return the codes (n, dim) of pending rows that a segment of that grid has, with their sums added.
 
@@ -133,9 +148,9 @@ class Pending:
         rows = rows + self.row
         sums = self.sums[rows] + codes
         most = int(np.abs(sums).max(initial=0))
-        self.check_settled(-1 if (self.steps[rows] != np.float32(grid)).any() else most, grid)
-        if grid < 0:
-            self.check_floating(sums, int(-grid))
+        self.check_settled(-1 if (self.grids[rows] != self.known_number(grid)).any() else most, grid)
+        if grid.mantissa:
+            self.check_floating(sums, grid.mantissa)
         self.sums[rows] = sums
         narrow: npt.NDArray[np.int16] = sums.astype(np.int16)
         return narrow
@@ -163,27 +178,32 @@ class Pending:
         left_out
             bool (rows,): rows that were not found. Segments that have one are passed over.
         """
-        for where, row_set, shift, expected in self._proofs:
-            check, is_read = 0, True
-            for _, block in row_set.blocks():
-                rows = block.astype(np.int64) + shift
-                is_read = is_read and (left_out is None or not left_out[rows].any())
-                for first in range(0, len(rows) if is_read else 0, _PROVEN_ROWS):
-                    check = checksum(check, self._codes(rows[first : first + _PROVEN_ROWS]))
-            if is_read:
-                yield where, row_set.offsets() + shift, check == expected
+        for where, stored, shift, expected in self._proofs:
+            is_row, check = stored != NO_ROW, 0
+            rows = np.where(is_row, stored.astype(np.int64) + shift, -1)
+            held = rows[is_row]
+            if left_out is not None and left_out[held].any():
+                continue
+            for first in range(0, len(rows), _PROVEN_ROWS):
+                part = slice(first, first + _PROVEN_ROWS)
+                check = checksum(check, self._codes(rows[part], is_row[part]))
+            yield where, np.sort(held), check == expected
 
-    def _codes(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """The codes (n, columns) that rows were settled with."""
+    def _codes(self, rows: npt.NDArray[np.int64], is_row: Mask) -> npt.NDArray[np.int32]:
+        """The codes (n, columns) that rows were settled with; 0 of those that are none."""
+        codes = np.zeros((len(rows), self.sums.shape[1]), np.int32)
         if self.values is None:
-            return self.sums[rows]
-        codes = np.empty((len(rows), self.sums.shape[1]), np.int32)
-        find_codes(
-            self.values.reshape(-1), rows, self.steps, codes.shape[1], MANTISSA_BITS, codes.reshape(-1)
-        )
+            codes[is_row] = self.sums[rows[is_row]]
+            return codes
+        held = np.empty((int(is_row.sum()), codes.shape[1]), np.int32)
+        steps = np.array([grid.step for grid in self._numbers], np.float32)
+        shifts = np.array([MANTISSA_BITS - grid.mantissa for grid in self._numbers], np.uint32)
+        place = self.values.reshape(-1), rows[is_row], self.grids, steps, shifts
+        find_codes(*place, codes.shape[1], held.reshape(-1))
+        codes[is_row] = held
         return codes
 
-    def check_settled(self, most: int, grid: float) -> None:
+    def check_settled(self, most: int, grid: Grid) -> None:
         """Check the greatest magnitude of codes with what was pending; it is -1 if that has another grid.
 
         Parameters
@@ -197,8 +217,7 @@ class Pending:
             It is none that a lattice has.
         """
         if most < 0:
-            own = f"step than {grid!r}" if grid > 0 else f"grid than the floating one of {-grid:g} bits"
-            raise ParentError(f"{self._relative()} has rows relative to it on another {own}")
+            raise ParentError(f"{self._relative()} has rows relative to it on another grid than {grid}")
         if most > MAX_CODE:
             raise ParentError(f"with what {self._relative()} has relative to it, a code is beyond {MAX_CODE}")
 

@@ -1,6 +1,6 @@
 """A fast path for plain payloads, which nearly all chunks are. It validates and decodes in one step.
 
-A plain payload, of version 2, has one segment of all rows, of float32 values, quantized asymmetrically with float16
+A plain payload has one segment of all rows, of float32 values, quantized asymmetrically with float16
 parameters. The result equals that of `validate` and `decode`, which take every payload.
 """
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
-from cnr_codecs.kernels.rice import pack_gaps, unpack_gaps
+from cnr_codecs.payload.frames import Frame, compress, decompress
 
 # Row numbers are expanded in blocks of this many: a payload of a few bytes may name billions of rows.
 BLOCK_ROWS = 1 << 16
-# The greatest Rice parameter of gaps.
-MAX_SHIFT = 31
+# The byte of a gap that goes on.
+_SKIP = 255
 
 
 class RowSetKind(IntEnum):
@@ -37,7 +37,7 @@ _OFFSET_DTYPES: dict[RowSetKind, np.dtype[Any]] = {
 
 
 def encoded_bytes(kind: RowSetKind, count: int, rows: int) -> int:
-    """Return the bytes that a row set of `count` of `rows` rows takes, but of gaps: these take what they take."""
+    """Return the bytes that a row set of `count` of `rows` rows takes; but of gaps: these take what they take."""
     if kind is RowSetKind.PREFIX:
         return 0
     if kind is RowSetKind.BITMAP:
@@ -58,8 +58,8 @@ class RowSet:
     rows
         The number of rows of the chunk.
     data
-        Nothing (prefix), the bitmap as uint8, the offsets as uint16 or uint32, or the Rice parameter and the bits of
-        the gaps as uint8.
+        Nothing (prefix), the bitmap as uint8, the offsets as uint16 or uint32, or the zstd frame of the
+        bytes of the gaps.
     """
 
     kind: RowSetKind
@@ -73,7 +73,7 @@ class RowSet:
         return cls(RowSetKind.PREFIX, count, rows, np.empty(0, np.uint8))
 
     @classmethod
-    def of(cls, offsets: npt.NDArray[np.integer[Any]], rows: int, gaps: bool = False) -> RowSet:
+    def of(cls, offsets: npt.NDArray[np.integer[Any]], rows: int) -> RowSet:
         """Return the smallest row set of the rows `offsets`; among equally small ones, the lowest kind.
 
         Parameters
@@ -82,17 +82,10 @@ class RowSet:
             (n,) integers below `rows`, strictly increasing, at least one.
         rows
             The number of rows of the chunk.
-        gaps
-            Whether the row set may be one of gaps, which older releases can't read.
         """
         count = len(offsets)
         kind = _smallest(count, int(offsets[-1]), rows)
-        packed = _pack(kind, offsets, rows)
-        if gaps and packed.nbytes:
-            shorter = _pack_gaps(offsets)
-            if shorter.nbytes < packed.nbytes:
-                return cls(RowSetKind.GAPS, count, rows, shorter)
-        return cls(kind, count, rows, packed)
+        return cls(kind, count, rows, _pack(kind, offsets, rows))._smaller()
 
     @classmethod
     def marked(cls, flags: npt.NDArray[np.bool_]) -> RowSet:
@@ -105,22 +98,29 @@ class RowSet:
         if kind is RowSetKind.PREFIX:
             return cls.first(count, rows)
         if kind is RowSetKind.BITMAP:
-            return cls(kind, count, rows, np.packbits(flags, bitorder="little"))
-        return cls(kind, count, rows, _pack(kind, np.flatnonzero(flags), rows))
+            return cls(kind, count, rows, np.packbits(flags, bitorder="little"))._smaller()
+        return cls(kind, count, rows, _pack(kind, np.flatnonzero(flags), rows))._smaller()
+
+    def _smaller(self) -> RowSet:
+        """The same rows as gaps, if these are smaller."""
+        if self.kind is RowSetKind.PREFIX:
+            return self
+        frame = np.frombuffer(compress(_gaps(self._blocks())), np.uint8)
+        return self if frame.nbytes >= self.data.nbytes else replace(self, kind=RowSetKind.GAPS, data=frame)
 
     @property
     def nbytes(self) -> int:
         """The bytes that it takes in memory."""
-        return self.data.nbytes + (4 * self.count if self._is_kept else 0)
-
-    @property
-    def _is_kept(self) -> bool:
-        """Whether its rows are kept once they were unpacked, since each of them costs more than to decode it."""
-        return self.kind is RowSetKind.GAPS and self.count <= BLOCK_ROWS
+        return self.data.nbytes + (4 * self.count if self.kind is RowSetKind.GAPS else 0)
 
     @cached_property
-    def _unpacked(self) -> list[npt.NDArray[np.uint32]]:
-        return [*_unpack_gaps(self.data, self.count, self.rows)] if self._is_kept else []
+    def _listed(self) -> npt.NDArray[Any]:
+        """The rows of offsets and of gaps."""
+        return (
+            _rows_of_gaps(self.data.tobytes(), self.count, self.rows)
+            if self.kind is RowSetKind.GAPS
+            else self.data
+        )
 
     def offsets(self) -> npt.NDArray[np.int64]:
         """Return all rows of the set, increasing, int64 (count,)."""
@@ -147,28 +147,26 @@ class RowSet:
             for rows in _bitmap_rows(self.data[first:stop]):
                 yield done, rows + np.uint32(first * 8)
                 done += len(rows)
-        elif self.kind in _OFFSET_DTYPES:
-            # Of the same type: another one would make a copy of all offsets first. The chunk may have rows beyond it.
-            ends = np.minimum((first, stop - 1), np.iinfo(self.data.dtype).max).astype(self.data.dtype)
-            place, last = self.data.searchsorted(ends).tolist()
-            for start in range(place, min(last + 1, self.count), BLOCK_ROWS):
-                yield start, self.data[start : min(start + BLOCK_ROWS, last + 1)].astype(np.uint32)
-        else:
+        elif self.kind is RowSetKind.PREFIX:
             yield from self.blocks()
+        else:
+            listed = self._listed
+            # Of the same type: another one would make a copy of all offsets first. The chunk may have rows beyond it.
+            ends = np.minimum((first, stop - 1), np.iinfo(listed.dtype).max).astype(listed.dtype)
+            place, last = listed.searchsorted(ends).tolist()
+            for start in range(place, min(last + 1, self.count), BLOCK_ROWS):
+                yield start, listed[start : min(start + BLOCK_ROWS, last + 1)].astype(np.uint32)
 
     def _blocks(self) -> Iterator[npt.NDArray[np.uint32]]:
         if self.kind is RowSetKind.BITMAP:
             yield from _bitmap_rows(self.data)
-            return
-        if self.kind is RowSetKind.GAPS:
-            yield from self._unpacked or _unpack_gaps(self.data, self.count, self.rows)
             return
         for start in range(0, self.count, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, self.count)
             if self.kind is RowSetKind.PREFIX:
                 yield np.arange(start, stop, dtype=np.uint32)
             else:
-                yield self.data[start:stop].astype(np.uint32)
+                yield self._listed[start:stop].astype(np.uint32)
 
 
 def _bitmap_rows(data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint32]]:
@@ -202,54 +200,52 @@ def _pack(kind: RowSetKind, offsets: npt.NDArray[np.integer[Any]], rows: int) ->
     if kind is RowSetKind.PREFIX:
         return np.empty(0, np.uint8)
     if kind is RowSetKind.BITMAP:
-        bits = np.zeros(rows, np.uint8)
-        bits[offsets] = 1
-        return np.packbits(bits, bitorder="little")
+        flags = np.zeros(rows, np.uint8)
+        flags[offsets] = 1
+        return np.packbits(flags, bitorder="little")
     return offsets.astype(_OFFSET_DTYPES[kind])
 
 
-def _pack_gaps(offsets: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.uint8]:
-    """Return the row set of gaps that takes the fewest bits, the lowest parameter among equals.
-
-    A gap is the number of rows left out before a row. With parameter k, a gap g is g >> k ones, a zero, and the k
-    lowest bits of g. The parameter stands before the bits as u8; the lowest bit of a byte is the first.
-    """
-    gaps = np.diff(offsets, prepend=-1).astype(np.int64) - 1
-    near = max(int(gaps.sum()) // len(gaps), 1).bit_length()
-    sizes = {k: int((gaps >> k).sum()) + (1 + k) * len(gaps) for k in range(max(near - 2, 0), near + 2)}
-    shift = min(sizes, key=lambda k: (sizes[k], k))
-    packed = np.zeros(1 + (sizes[shift] + 7) // 8, np.uint8)
-    packed[0] = shift
-    pack_gaps(gaps, shift, packed[1:])
-    packed.flags.writeable = False  # the kernel that unpacks gaps is compiled for stored ones alone
-    return packed
+def _gaps(blocks: Iterable[npt.NDArray[np.uint32]]) -> npt.NDArray[np.uint8]:
+    """The bytes of gaps, each the number of rows left out before a row: 255 as often as it has that, then the rest."""
+    parts, last = [], -1
+    for rows in filter(len, blocks):
+        gaps: npt.NDArray[Any] = np.diff(rows.astype(np.int64), prepend=last) - 1
+        ends = np.cumsum(gaps // _SKIP + 1)
+        packed = np.full(int(ends[-1]), _SKIP, np.uint8)
+        packed[ends - 1] = gaps % _SKIP
+        parts.append(packed)
+        last = int(rows[-1])
+    return np.concatenate(parts)
 
 
-def _unpack_gaps(data: npt.NDArray[np.uint8], count: int, rows: int) -> Iterator[npt.NDArray[np.uint32]]:
-    """Yield the rows of gaps in blocks. `PayloadError` if the bits are not those of `count` rows below `rows`."""
-    shift, bits = int(data[0]) if len(data) else MAX_SHIFT + 1, data[1:]
-    place, row = 0, -1
-    for start in range(0, count, BLOCK_ROWS):
-        found = np.empty(min(BLOCK_ROWS, count - start), np.uint32)
-        place = unpack_gaps(bits, shift, place, row, rows, found) if shift <= MAX_SHIFT else -1
-        if place < 0:
-            raise PayloadError(f"the gaps are not those of {count} rows below {rows}")
-        row = int(found[-1])
-        yield found
-    if len(bits) != (place + 7) // 8 or (place % 8 and bits[-1] >> (place % 8)):
-        raise PayloadError(f"bits follow the gaps of {count} rows")
+def _rows_of_gaps(frame: Frame, count: int, rows: int) -> npt.NDArray[np.uint32]:
+    """Return the rows of gaps. `PayloadError` if they are not those of `count` rows below `rows`."""
+    packed = decompress(frame, most=count + rows // _SKIP)
+    if packed[-1] == _SKIP or np.count_nonzero(packed != _SKIP) != count:
+        raise PayloadError(f"the gaps are not those of {count} rows")
+    # Their sum may be beyond 32 bits only where the last row is beyond the chunk.
+    if int(packed.sum(dtype=np.uint64)) + count > rows:
+        raise PayloadError(f"the gaps are not those of rows below {rows}")
+    found, done, before = np.empty(count, np.uint32), 0, np.uint32(0)
+    for start in range(0, len(packed), BLOCK_ROWS):
+        part = packed[start : start + BLOCK_ROWS]
+        sums = np.cumsum(part, dtype=np.uint32) + before
+        ends = np.flatnonzero(part != _SKIP)
+        found[done : done + len(ends)] = sums[ends] + np.arange(done, done + len(ends), dtype=np.uint32)
+        done, before = done + len(ends), sums[-1]
+    return found
 
 
 def validate_row_set(kind: RowSetKind, count: int, rows: int, data: bytes, where: str) -> RowSet:
-    """Return the row set that `data` stores: of `encoded_bytes(kind, count, rows)` bytes, or of any number for gaps."""
+    """Return the row set that `data` stores: of `encoded_bytes(kind, count, rows)` bytes, or any number of gaps."""
     offsets = np.frombuffer(data, _OFFSET_DTYPES.get(kind, np.uint8))
     if kind is RowSetKind.PREFIX:
         return RowSet(kind, count, rows, offsets)
+    row_set = RowSet(kind, count, rows, offsets)
     if kind is RowSetKind.GAPS:
-        row_set = RowSet(kind, count, rows, offsets)
         try:
-            for _ in row_set.blocks():
-                pass
+            _ = row_set._listed
         except PayloadError as error:
             raise PayloadError(f"{where}: {error}") from error
         return row_set
@@ -259,12 +255,12 @@ def validate_row_set(kind: RowSetKind, count: int, rows: int, data: bytes, where
         held = int.from_bytes(data, "little").bit_count()
         if held != count:
             raise PayloadError(f"{where}: the bitmap has {held} rows, the segment declares {count}")
-        return RowSet(kind, count, rows, offsets)
+        return row_set
     if (offsets[1:] <= offsets[:-1]).any():
         raise PayloadError(f"{where}: the row offsets are not strictly increasing")
     if int(offsets[-1]) >= rows:
         raise PayloadError(f"{where}: row offset {int(offsets[-1])} is beyond the last row, {rows - 1}")
-    return RowSet(kind, count, rows, offsets)
+    return row_set
 
 
 def validate_disjoint(row_sets: Sequence[RowSet], rows: int) -> None:

@@ -9,19 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element
-from cnr_codecs.entropy.lines import CodedLines
 from cnr_codecs.errors import PayloadError, UnsupportedPayloadError
-from cnr_codecs.payload.coded import FLOOR, CodedRows, FloatingGrid
+from cnr_codecs.payload.coded import CodedRows
 from cnr_codecs.payload.head import (
     DEFAULT_MAX_DECODED_BYTES,
-    FIRST_VERSION,
     Entry,
     Header,
     Reader,
     as_bytes,
     check_decoded_bytes,
     read_entries,
-    read_first_entries,
     read_header,
 )
 from cnr_codecs.payload.payload import (
@@ -73,8 +70,7 @@ def parse(data: Any, *, max_decoded_bytes: int = DEFAULT_MAX_DECODED_BYTES) -> P
     header = read_header(buffer)
     check_decoded_bytes(header, max_decoded_bytes)
     reader = Reader(buffer, HEADER.size)
-    entries = read_first_entries if header.version == FIRST_VERSION else read_entries
-    segments = tuple(_read_segment(reader, entry, header) for entry in entries(reader, header))
+    segments = tuple(_read_segment(reader, entry, header) for entry in read_entries(reader, header))
     if reader.position != len(buffer):
         raise PayloadError(
             f"payload: {len(buffer) - reader.position} bytes follow the last segment, "
@@ -92,7 +88,7 @@ def _read_segment(reader: Reader, entry: Entry, header: Header) -> Segment:
     parameters, books = _read_parameters(reader, entry)
     width = row_bytes(entry.scheme, entry.bits, header.dim)
     codes = reader.read(width * count, where, "codes").reshape(count, width)
-    if entry.body_bytes not in (None, reader.position - begin):
+    if entry.body_bytes != reader.position - begin:
         raise PayloadError(
             f"{where}: the body is said to take {entry.body_bytes} bytes, it takes {reader.position - begin}"
         )
@@ -104,42 +100,30 @@ def _read_segment(reader: Reader, entry: Entry, header: Header) -> Segment:
 
 def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     """Return a lattice or a relative segment. Its codes are proven when they are decoded."""
-    where, count, dim = entry.where, entry.row_set.count, header.dim
-    stored = reader.read(4 + GRID.size, where, "grid").tobytes()
-    step = np.frombuffer(stored, "<f4", 1).reshape(1, 1)
-    flags, line_rows, reserved, check = GRID.unpack_from(stored, 4)
-    floor, reserved_too = FLOOR.unpack_from(stored) if entry.bits else (0, 0)
-    centered = entry.bits > 0 and entry.scheme is Scheme.LATTICE
-    if entry.bits and not centered:  # differences are near 0 as they are
-        reserved_too |= floor
-    signed = flags == SIGNED and centered
-    if reserved or reserved_too or (flags and not signed):
-        what = " (row exponents)" if flags == 1 and not reserved else ""
+    where, shape = entry.where, (entry.row_set.count, header.dim)
+    step, scale, shift, flags, reserved, check = GRID.unpack(reader.read(GRID.size, where, "grid").tobytes())
+    is_centered = entry.bits > 0 and entry.scheme is Scheme.LATTICE  # differences are near 0 as they are
+    is_signed = flags == SIGNED and is_centered
+    if (scale, shift, reserved) != (1, 0, 0) or (flags and not is_signed):
         raise UnsupportedPayloadError(
-            f"{where}: flags {flags}, {reserved}{what} of a lattice are unknown: a newer release wrote it; install a "
-            "newer cnr-codecs to read it"
+            f"{where}: scale {scale}, shift {shift}, flags {flags}, {reserved} of a grid are unknown: a newer release "
+            "wrote it; install a newer cnr-codecs to read it"
         )
-    grid = None
-    if entry.bits:
-        grid = FloatingGrid(entry.bits, floor, signed) if centered else None
-        step = np.zeros((1, 1), np.float32)
-    elif not valid_step(float(step[0, 0])):
-        raise PayloadError(
-            f"{where}: the step {float(step[0, 0])!r} is not one of 8 significant bits from 2**-100 to 2**100"
+    if step != 0 if entry.bits else not valid_step(step):
+        expected = (
+            "0 on a floating grid" if entry.bits else "one of 8 significant bits from 2**-100 to 2**100"
         )
-    if line_rows == 0:
-        raise PayloadError(f"{where}: its lines have no rows")
-    nbytes = (entry.body_bytes or 0) - len(stored)
-    if nbytes < 0:
+        raise PayloadError(f"{where}: the step {step!r} is not {expected}")
+    if entry.body_bytes < GRID.size:
         raise PayloadError(f"{where}: a body of {entry.body_bytes} bytes has no room for the grid")
-    words = reader.read(nbytes, where, "coded rows").tobytes()
-    line, size = line_rows * dim, count * dim
-    # A center stands before each line of codes of a floating grid.
-    if grid is not None:
-        size, line = size + -(-size // line), line + 1
-    coded = CodedRows(CodedLines.parse(words, size, line, where), line_rows, check, grid)
-    no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, dim)), np.uint8)
-    return Segment(entry.scheme, entry.bits, entry.parameter_type, entry.row_set, step, no_codes, coded=coded)
+    data = reader.read(entry.body_bytes - GRID.size, where, "coded rows").data
+    mantissa = entry.bits if is_centered else 0
+    coded = CodedRows.parse(data, shape, check, mantissa, is_signed, where)
+    parameters = np.full((1, 1), step, np.float32)
+    no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, header.dim)), np.uint8)
+    return Segment(
+        entry.scheme, entry.bits, entry.parameter_type, entry.row_set, parameters, no_codes, coded=coded
+    )
 
 
 def valid_step(step: float) -> bool:

@@ -1,0 +1,199 @@
+"""Lines of integers, packed into bytes and compressed, in blocks that are decoded one by one.
+
+A line has a class, a byte: above, the width in which its integers are packed, and below, their mean magnitude. Lines
+are stored in the order of their classes, so that lines of a block are alike, and zstd makes a table for each. The lines
+of a width are cut into blocks of up to `BLOCK_CODES` integers, at least one line each. An integer c is packed as its
+zigzag code, 2c or -2c - 1: four a byte, as digits of base 3; two a byte, of base 15; or as one to four bytes, of which
+all the lowest stand first. A line of zeros takes nothing. The reference of the tests writes the same bytes.
+
+What is stored, each number as u32: the bytes of the frame of all classes, and this frame; the bytes of each block's
+frame; these frames. Blocks of zeros have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.errors import PayloadError
+from cnr_codecs.kernels.lattice import classify
+from cnr_codecs.payload.frames import Frame, compress, decompress
+
+Codes: TypeAlias = npt.NDArray[np.int32]
+Lines: TypeAlias = npt.NDArray[np.uint32]
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+# Of a class: the bits below the width.
+WIDTH_SHIFT = 4
+ZEROS, FOURS, TWOS, ONE_BYTE, FOUR_BYTES = 0, 1, 2, 3, 6
+# Integers of a block, by width. A frame costs 20 microseconds to begin with, and its integers should stay in the cache.
+BLOCK_CODES = (1 << 17, 1 << 17, 1 << 17, 1 << 16, 1 << 15, 1 << 14, 1 << 14)
+# Bases of the digits that a byte has of several integers.
+BASES = {FOURS: (3, 4), TWOS: (15, 2)}
+
+
+def _digits(base: int, count: int) -> npt.NDArray[np.int8]:
+    """The integers (256, count) of each byte."""
+    zigzag = np.arange(256)[:, None] // base ** np.arange(count) % base
+    table: npt.NDArray[np.int8] = ((zigzag >> 1) ^ -(zigzag & 1)).astype(np.int8)
+    return table
+
+
+# Of each byte its integers, as one number that is copied at once.
+_TABLES: dict[int, npt.NDArray[Any]] = {
+    FOURS: _digits(*BASES[FOURS]).view(np.uint32).reshape(-1),
+    TWOS: _digits(*BASES[TWOS]).view(np.uint16).reshape(-1),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLines:
+    """Packed integers."""
+
+    line: int  # how many integers a line has
+    order: Lines  # (lines,): the lines in the order in which they are stored
+    blocks: tuple[
+        tuple[int, int, int], ...
+    ]  # of each block its width, and its first and last line in `order`
+    classes: Frame  # the frame of the classes
+    frames: tuple[Frame, ...]  # those of the blocks; b"" of zeros
+
+    @classmethod
+    def encode(cls, codes: npt.NDArray[np.signedinteger[Any]], line: int) -> PackedLines:
+        """Pack integers, int16 or int32, of at least one. Zeros are put behind them to fill the last line."""
+        lines = in_lines(codes, line)
+        flat, classes = lines.reshape(-1).view(), np.empty(len(lines), np.uint8)
+        flat.flags.writeable = False  # kernels are compiled for read-only codes alone
+        classify(flat, line, classes)
+        order, blocks = _blocks(classes, line)
+        frames = (_pack(np.take(lines, order[begin:end], axis=0), width) for width, begin, end in blocks)
+        return cls(line, order, blocks, compress(classes), tuple(frames))
+
+    @classmethod
+    def parse(cls, data: Frame, lines: int, line: int, where: str) -> PackedLines:
+        """Return the packed lines that are stored as `data`. What blocks hold is proven when they are decoded."""
+        held, place = _sizes(data, 0, 1, where)
+        classes, place = data[place : place + held[0]], place + held[0]
+        try:
+            order, blocks = _blocks(decompress(classes, lines), line)
+        except PayloadError as error:
+            raise PayloadError(f"{where}: the classes of {lines} lines: {error}") from error
+        stored = [width != ZEROS for width, *_ in blocks]
+        held, place = _sizes(data, place, sum(stored), where)
+        if sum(held) != len(data) - place:
+            raise PayloadError(
+                f"{where}: its blocks are said to take {sum(held)} bytes, they have {len(data) - place}"
+            )
+        frames, sizes = [], iter(held)
+        for is_stored in stored:
+            size = next(sizes) if is_stored else 0
+            frames.append(data[place : place + size])
+            place += size
+        return cls(line, order, blocks, classes, tuple(frames))
+
+    @property
+    def data(self) -> bytes:
+        """The lines as they are stored."""
+        sizes = np.array([len(each) for each in self.frames if each], "<u4").tobytes()
+        return b"".join([len(self.classes).to_bytes(4, "little"), self.classes, sizes, *self.frames])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in memory."""
+        return self.order.nbytes + len(self.classes) + sum(len(each) for each in self.frames)
+
+    def decode_block(self, number: int, most: int) -> Codes:
+        """Return the integers of a block, of magnitudes up to `most`, line after line. The GIL is released."""
+        width, begin, end = self.blocks[number]
+        size = (end - begin) * self.line
+        try:
+            return _unpack(self.frames[number], width, size, most)
+        except PayloadError as error:
+            raise PayloadError(f"block {number} of {len(self.blocks)}: {error}") from error
+
+    def decode(self, most: int) -> Codes:
+        """Return the integers (lines, line) of all lines, in their own order."""
+        codes = np.empty((len(self.order), self.line), np.int32)
+        for number, (_, begin, end) in enumerate(self.blocks):
+            codes[self.order[begin:end]] = self.decode_block(number, most).reshape(-1, self.line)
+        return codes
+
+
+def in_lines(codes: npt.NDArray[Any], line: int) -> npt.NDArray[Any]:
+    """Return codes as (lines, line), the last one filled with zeros."""
+    if codes.size % line:
+        filled = np.zeros(codes.size + -codes.size % line, codes.dtype)
+        filled[: codes.size] = codes.reshape(-1)
+        codes = filled
+    return codes.reshape(-1, line)
+
+
+def _blocks(classes: _Bytes, line: int) -> tuple[Lines, tuple[tuple[int, int, int], ...]]:
+    counts = np.bincount(classes >> WIDTH_SHIFT, minlength=FOUR_BYTES + 1)
+    if len(counts) > FOUR_BYTES + 1:
+        raise PayloadError("one is none that a line may have")
+    edges = [0, *np.cumsum(counts).tolist()]
+    blocks = tuple(
+        (width, begin, min(begin + lines, edges[width + 1]))
+        for width, lines in enumerate(max(1, codes // line) for codes in BLOCK_CODES)
+        for begin in range(edges[width], edges[width + 1], lines)
+    )
+    return np.argsort(classes, kind="stable").astype(np.uint32), blocks
+
+
+def _sizes(data: Frame, place: int, count: int, where: str) -> tuple[list[int], int]:
+    end = place + 4 * count
+    if end > len(data):
+        raise PayloadError(f"{where}: the sizes of {count} frames are cut off")
+    return np.frombuffer(data, "<u4", count, place).tolist(), end
+
+
+def _pack(codes: npt.NDArray[np.signedinteger[Any]], width: int) -> bytes:
+    """Return the frame of a block's integers (lines, line)."""
+    if width == ZEROS:
+        return b""
+    flat = codes.reshape(-1)
+    zigzag = (flat << 1) ^ (flat >> (8 * flat.itemsize - 1))
+    if width > ONE_BYTE:
+        planes = zigzag.astype("<i4", copy=False).view(np.uint8).reshape(-1, 4)[:, : width - TWOS]
+        return compress(np.ascontiguousarray(planes.T).reshape(-1))
+    packed = zigzag.astype(np.uint8)
+    if width == TWOS:
+        packed = _joined(packed, 15)
+    elif width == FOURS:
+        packed = _joined(_joined(packed, 3), 9)
+    return compress(packed)
+
+
+def _joined(digits: _Bytes, base: int) -> _Bytes:
+    """Join two digits a byte."""
+    if digits.size % 2:
+        digits = np.append(digits, np.uint8(0))
+    pairs = digits.view("<u2")
+    return ((pairs & 0xFF) + (pairs >> 8) * np.uint16(base)).astype(np.uint8)
+
+
+def _unpack(frame: Frame, width: int, size: int, most: int) -> Codes:
+    if width == ZEROS:
+        return np.zeros(size, np.int32)
+    if width < ONE_BYTE:
+        base, count = BASES[width]
+        packed = decompress(frame, -(-size // count))
+        if int(packed.max()) >= base**count:
+            raise PayloadError("a byte stands for no integers")
+        return np.take(_TABLES[width], packed).view(np.int8)[:size].astype(np.int32)
+    planes = decompress(frame, (width - TWOS) * size).reshape(width - TWOS, size)
+    if width == ONE_BYTE:
+        low = planes[0]
+        narrow: npt.NDArray[np.int8] = (low >> 1).view(np.int8) ^ -(low & 1).view(np.int8)
+        return narrow.astype(np.int32)
+    zigzag = planes[0].astype(np.uint32)
+    for number, plane in enumerate(planes[1:], 1):
+        zigzag |= plane.astype(np.uint32) << np.uint32(8 * number)
+    if int(zigzag.max()) > 2 * most:
+        raise PayloadError(f"a code is beyond {most}")
+    codes: Codes = (zigzag >> 1).view(np.int32) ^ -(zigzag & 1).view(np.int32)
+    return codes

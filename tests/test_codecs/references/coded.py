@@ -1,0 +1,86 @@
+"""Bodies of coded segments in readable Python: the same bytes as `cnr_codecs.payload`, which tests check.
+
+A body is the grid, 16 bytes; of absolute codes on a floating grid the bytes of the packed centers, and these; then
+the packed lines. A line has the codes of one row, or up to dim 4 those of as many rows as make up to 32 codes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import google_crc32c
+
+from tests.test_codecs.references.packed import class_of, encode, stored
+
+CENTERS_LINE = 64
+
+
+def line_rows(dim: int) -> int:
+    return 32 // dim if dim <= 4 else 1
+
+
+def grid(
+    codes: Sequence[int],
+    dim: int,
+    step: float,
+    *,
+    flags: int = 0,
+    by: Sequence[int] | None = None,
+) -> bytes:
+    """Return the grid of codes, whose checksum goes by the order in which lines of them, or of `by`, are stored."""
+    line = line_rows(dim) * dim
+    order = stored(*_classed(codes if by is None else by, line))
+    lines, _ = _classed(codes, line)
+    in_order = [code for number in order for code in lines[number]]
+    check = google_crc32c.value(struct.pack(f"<{len(in_order)}i", *in_order))
+    return struct.pack("<ffhBBI", step, 1, 0, flags, 0, check)
+
+
+def _classed(codes: Sequence[int], line: int) -> tuple[list[list[int]], list[int]]:
+    """The lines, zeros behind the last code included, and their classes."""
+    lines = [[*codes[first : first + line]] for first in range(0, len(codes), line)]
+    lines[-1] += [0] * (line - len(lines[-1]))
+    return lines, [*map(class_of, lines)]
+
+
+def on_step(
+    codes: Sequence[int],
+    dim: int,
+    step: float,
+    differences: Sequence[int] | None = None,
+) -> bytes:
+    """Return the body of codes of a step, or of differences from older ones that give these codes."""
+    held = codes if differences is None else differences
+    return grid(codes, dim, step, by=held) + encode(held, line_rows(dim) * dim)
+
+
+def centered(centers: Sequence[int], rests: Sequence[int], line: int) -> bytes:
+    """Return what follows the grid of codes on a floating grid: centers of lines, and differences from these."""
+    held = encode(centers, CENTERS_LINE)
+    return struct.pack("<I", len(held)) + held + encode(rests, line)
+
+
+def on_floats(codes: Sequence[int], dim: int) -> bytes:
+    """Return the body of absolute codes on a floating grid."""
+    line = line_rows(dim) * dim
+    signed, centers, rests = centers_of(codes, line)
+    return grid(codes, dim, 0, flags=2 * signed, by=rests) + centered(centers, rests, line)
+
+
+def centers_of(codes: Sequence[int], line: int) -> tuple[bool, list[int], list[int]]:
+    """Return whether there are signs, the centers of lines of codes, and the differences from these.
+
+    A center is the mean of the magnitudes other than 0, rounded down. With signs, magnitudes are doubled, and raised
+    by 1 if negative. Differences from 0 on are raised by 1, for 0 itself is 0.
+    """
+    signed = any(code < 0 for code in codes)
+    magnitudes = [2 * abs(code) + (code < 0) if signed else code for code in codes]
+    lines = [magnitudes[first : first + line] for first in range(0, len(magnitudes), line)]
+    centers = [sum(each) // max(sum(map(bool, each)), 1) for each in lines]
+    rests = [
+        0 if not size else size - center + (size >= center)
+        for center, each in zip(centers, lines, strict=True)
+        for size in each
+    ]
+    return signed, centers, rests
