@@ -22,7 +22,7 @@ from cnr_store.format.manifest import Manifest, decode_manifest
 from cnr_store.format.record import Record
 from cnr_store.format.record_document import decode_record
 from cnr_store.format.state import loads
-from cnr_store.format.validate import member, shown
+from cnr_store.format.validate import check_format, member
 
 log = logging.getLogger("cnr_store")
 _ZARR_2_NODES = frozenset({".zgroup", ".zarray", ".zmetadata"})
@@ -95,11 +95,7 @@ class Catalog:
             )
         if "id" in cnr:
             raise FormatError(f"{backend.url} is one version of a store; give the URL of the store above it")
-        if number != layout.FORMAT:
-            raise FormatError(
-                f"{backend.url} holds format {shown(number)}; this release reads format {layout.FORMAT}: "
-                "install a newer cnr-store"
-            )
+        check_format(number, backend.url)
         return True
 
     def ids(self) -> list[str]:

@@ -54,9 +54,9 @@ class ClaimRecord:
     id: ClaimId
     base: VersionText | None  # the version that its writer started from, None if it started anew
     time: Time  # when it was made, in seconds since 1970
-    host: str | None = None  # host, pid: who made it. None in claims of older releases.
-    pid: Natural | None = None
-    ends: Natural | None = None  # the number of the claim that it ends, if it does nothing else
+    host: str  # host, pid: who made it
+    pid: Natural
+    ends: Natural | None  # the number of the claim that it ends, if it does nothing else
     closed: bool = False  # whether its writer said that it is done
 
     @property
@@ -65,8 +65,7 @@ class ClaimRecord:
         return self.closed or self.ends is not None
 
     def __str__(self) -> str:
-        by = "" if self.host is None else f" (process {self.pid} on {shown(self.host)})"
-        return f"{self.id}{by}"
+        return f"{self.id} (process {self.pid} on {shown(self.host)})"
 
 
 def is_own(claim: ClaimId) -> bool:
@@ -101,7 +100,7 @@ def create_claim(backend: Backend, claim: ClaimId, base: str | None, ends: int |
             backend.create(key, document_bytes(node))
     doc = {"generation": claim.generation, "token": claim.token, "base": base, "time": now}
     host = platform.node().encode(errors="backslashreplace").decode()  # its bytes may be no UTF-8
-    doc |= {"host": host, "pid": os.getpid()} | ({} if ends is None else {"ends": ends})
+    doc |= {"host": host, "pid": os.getpid(), "ends": ends}
     _claimed.add((os.getpid(), claim.token))  # before: it may be created although the response is lost
     with suppress(ObjectExistsError):
         backend.with_reserve(lambda: backend.create(layout.writer_key(name), dumps(doc)))
@@ -159,7 +158,7 @@ def check_no_live_writer(backend: Backend) -> None:
 def store_id(backend: Backend) -> str:
     """What tells a store from one that was made anew at its place.
 
-    "" where there is none; "-" where an older release made it, or the text was altered.
+    "" where there is none; "-" where the text was altered.
     """
     try:
         data = backend.get(layout.ROOT_KEY)
@@ -211,16 +210,12 @@ def read_claim(backend: Backend, name: str) -> ClaimRecord:
 def decode_claim(data: bytes, name: str) -> ClaimRecord:
     """A claim from the bytes of its object. `ValueError` if it is malformed, or another claim's."""
     doc: Doc = proven(loads(data, "it"), Doc, "it")
-    claim = ClaimId(layout.claim_number(name) or 0, proven(doc.get("token"), str, "token"))
-    if (
-        doc.get("generation") != claim.generation
-        or ClaimId.parse(str(claim)) is None
-        or not str(claim).startswith(name)
-    ):
+    claim = ClaimId(int(name), proven(doc.get("token"), str, "token"))
+    if doc.get("generation") != claim.generation or ClaimId.parse(str(claim)) is None:
         raise ValueError("it belongs to another claim")
     found: ClaimRecord = proven({**doc, "id": claim, "closed": False}, ClaimRecord, "it")
     return found
 
 
 def _claim_names(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if layout.claim_number(name) is not None)
+    return sorted(filter(layout.is_claim, names))

@@ -215,7 +215,7 @@ def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
     _refuse_older_copy(backend, names, ids, seen)
     number = min(seen.number, _greatest(names, ids))  # what was seen may have been removed by hand
     for name in names:
-        if (layout.claim_number(name) or 0) <= number:
+        if int(name) <= number:
             continue
         try:
             claim = read_claim(backend, name)
@@ -235,7 +235,7 @@ def _count_seen(backend: Backend, seen: Seen, token: str) -> int:
 def _greatest(names: Iterable[str], ids: Iterable[str]) -> int:
     # Versions count, too: a claim may have been removed by hand, and ids must go on rising.
     versions = [version.claim.generation for version in map(VersionId.parse, ids) if version]
-    return max([*(layout.claim_number(name) or 0 for name in names), *versions], default=0)
+    return max([*map(int, names), *versions], default=0)
 
 
 def _place(backend: Backend) -> str:
@@ -253,10 +253,9 @@ def _refuse_another_store(backend: Backend, seen: str) -> None:
         raise _stale(backend, "the store was removed, and another one made in its place,")
 
 
-def _refuse_others_alone(backend: Backend, names: Iterable[str], own: ClaimId) -> None:
+def _refuse_others_alone(backend: Backend, names: Sequence[str], own: ClaimId) -> None:
     """Refuse a store that has claims, but not one's own: it was removed, and made anew by another process."""
-    numbers = {layout.claim_number(name) for name in names}
-    if numbers and own.generation not in numbers:
+    if names and layout.claim_name(own.generation) not in names:
         raise _stale(backend, "the store was removed, and another one made in its place,")
 
 
@@ -272,17 +271,17 @@ def _refuse_older_copy(backend: Backend, names: Sequence[str], ids: Iterable[str
         raise _stale(backend, f"claim {known} went, as if the store was put back from a copy,")
 
 
-def _refuse_another_holder(backend: Backend, names: Iterable[str], known: ClaimId) -> bool:
+def _refuse_another_holder(backend: Backend, names: Sequence[str], known: ClaimId) -> bool:
     """Refuse a store in which another process's claim has the number of a `known` one. Returns whether any has it."""
-    held = [name for name in names if layout.claim_number(name) == known.generation]
-    holders = []
-    for name in held:
-        with suppress(CorruptionError):  # it may be the known one
-            holders.append(read_claim(backend, name))
-    if holders and not any(holder.id == known or is_own(holder.id) for holder in holders):
-        was = "the store was put back from a copy or made anew"
-        raise _stale(backend, f"{was}, and writer {holders[-1]} claimed it,")
-    return bool(held)
+    name = layout.claim_name(known.generation)
+    if name not in names:
+        return False
+    with suppress(CorruptionError):  # it may be the known one
+        holder = read_claim(backend, name)
+        if holder.id != known and not is_own(holder.id):
+            what = f"the store was put back from a copy or made anew, and writer {holder} claimed it,"
+            raise _stale(backend, what)
+    return True
 
 
 def _refuse_newer(backend: Backend, names: Iterable[str], own: ClaimId) -> None:

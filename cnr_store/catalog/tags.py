@@ -10,9 +10,6 @@ from cnr_store.format import layout, validate
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest
 from cnr_store.format.state import dumps, loads
 
-_OLDER = {"version", "time"}
-"""The members of tags of older releases, which nothing proves."""
-
 
 def encode_tag(name: str, version: str) -> bytes:
     """The bytes of a tag made now, with their own digest inside."""
@@ -38,10 +35,9 @@ def read_tag(backend: Backend, name: str) -> str | None:
 
 def _decode(data: bytes, name: str) -> str:
     doc = validate.proven(loads(data, "it"), dict, "it")
-    if not doc.keys() <= _OLDER:
-        check_digest(data, doc, "it")
-        if doc["name"] != name:
-            raise ValueError(f"it is the tag {validate.shown(doc['name'])}: objects were swapped")
+    check_digest(data, doc, "it")
+    if doc["name"] != name:
+        raise ValueError(f"it is the tag {validate.shown(doc['name'])}: objects were swapped")
     return str(validate.proven(doc["version"], validate.VersionText, "version"))
 
 

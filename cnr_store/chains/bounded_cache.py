@@ -90,6 +90,6 @@ def _nbytes(payload: Payload) -> int:
         + each.parameters.nbytes
         + each.parameters.size * 4
         + (0 if each.books is None else each.books.nbytes)
-        + (0 if each.coded is None else each.coded.lines.nbytes)
+        + (0 if each.coded is None else each.coded.nbytes)
         for each in payload.segments
     )

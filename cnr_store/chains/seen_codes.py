@@ -16,6 +16,7 @@ import numpy as np
 
 from cnr_codecs import ParentError, Pending
 from cnr_codecs.lattice.steps import values_of
+from cnr_codecs.payload.coded import Grid
 from cnr_store.chains.allocation import Array
 from cnr_store.format.record import ArrayEntry
 
@@ -81,7 +82,7 @@ class SeenTable:
         known = parents[:, 0] != _UNKNOWN
         rows, left = rows[known], relative.copy()
         try:
-            codes = pending.settle(parents[known].astype(np.int16), rows, self.step)
+            codes = pending.settle(parents[known].astype(np.int16), rows, Grid(self.step))
         except ParentError:
             return left
         left[rows] = False

@@ -1,1 +1,1 @@
-"""Format 1 as plain data: keys, documents and their proofs. No I/O happens here."""
+"""Format 2 as plain data: keys, documents and their proofs. No I/O happens here."""

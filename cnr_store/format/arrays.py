@@ -186,21 +186,12 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
     """(shape, grid) of a sharded array of rows."""
     try:
         shape, shard = _shape_and_chunk(doc, range(1, 3), minimum=1)
-        sharding = _sharding(doc)
-        configuration = sharding["configuration"]
-        chunk = validate.sizes(configuration["chunk_shape"], "chunk_shape", 1, [len(shape)])
+        chunk = validate.sizes(_inner(doc)[0], "chunk_shape", 1, [len(shape)])
         itemsize = _NUMBER_TYPES[doc["data_type"]].itemsize
-        sound = (
-            sharding["name"] == "sharding_indexed"
-            and configuration["index_location"] == "end"
-            and [codec["name"] for codec in configuration["index_codecs"]] == ["bytes", "crc32c"]
-            and len(configuration["codecs"]) >= 2
-            and configuration["codecs"][-1]["name"] == "crc32c"
-        )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise FormatError(f"{what}: array metadata is malformed: {error!r}") from error
-    if not sound:
-        raise FormatError(f"{what}: array metadata is not that of sharded rows in format 1")
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise FormatError(
+            f"{what}: array metadata is not that of sharded rows in format 2: {error!r}"
+        ) from error
     (rows, columns), (shard_rows, shard_columns), (chunk_rows, chunk_columns) = (
         (*sizes, 1)[:2] for sizes in (shape, shard, chunk)
     )
@@ -209,21 +200,21 @@ def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:
     return shape, grid
 
 
-def _sharding(doc: Doc) -> Doc:
-    """The only codec of an array of rows, written out where the document has it in short."""
+def _inner(doc: Doc) -> tuple[Any, list[Doc]]:
+    """The shape of inner chunks of an array of rows, and the codecs that follow the row codec."""
     (codec,) = doc["codecs"]
-    if codec["name"] != _ROW_CODEC:
-        return dict(codec)
-    short: Doc = validate.proven(codec["configuration"], Doc, "configuration")
-    if set(short) != {"chunk_shape"}:
+    configuration = codec["configuration"]
+    if codec["name"] == _ROW_CODEC and configuration.keys() == {"chunk_shape"}:
+        return configuration["chunk_shape"], []
+    _, *followers, checksum = configuration["codecs"]
+    index = [each["name"] for each in configuration["index_codecs"]], configuration["index_location"]
+    if (
+        codec["name"] != "sharding_indexed"
+        or index != (["bytes", "crc32c"], "end")
+        or checksum["name"] != "crc32c"
+    ):
         raise ValueError("it is no array of shards")
-    configuration = {
-        **short,
-        "codecs": [{"name": _ROW_CODEC}, _CHECKSUM],
-        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, _CHECKSUM],
-        "index_location": "end",
-    }
-    return {"name": "sharding_indexed", "configuration": configuration}
+    return configuration["chunk_shape"], followers
 
 
 def _check_limits(grid: Grid, itemsize: int, what: str) -> None:
@@ -252,13 +243,13 @@ def _check_limits(grid: Grid, itemsize: int, what: str) -> None:
 def parse_unpacker(doc: Doc, what: str) -> Unpacker:
     """What undoes the codecs between the row codec and crc32c of a document that `parse_rows_document` has proven."""
     try:
-        return Unpacker.of(_sharding(doc)["configuration"]["codecs"][1:-1])
+        return Unpacker.of(_inner(doc)[1])
     except (CodecConfigError, AttributeError) as error:
         raise FormatError(f"{what}: {error}") from error
 
 
 def parse_dense_document(doc: Doc, what: str) -> DenseGrid:
-    """How a dense array is cut. `FormatError` if the document, which `what` names, is not one that format 1 allows."""
+    """How a dense array is cut. `FormatError` if the document, which `what` names, is not one that format 2 allows."""
     try:
         shape, chunk = _shape_and_chunk(doc, range(MAX_DIMENSIONS + 1), minimum=0)
         dtype = _NUMBER_TYPES[doc["data_type"]]
@@ -275,14 +266,14 @@ def parse_dense_document(doc: Doc, what: str) -> DenseGrid:
         or chunk[:1] > whole[:1]
         or not (torch_dtype is None or (type(torch_dtype) is str and dtype.kind == "u"))
     ):
-        raise FormatError(f"{what}: array metadata is not that of a dense array in format 1")
+        raise FormatError(f"{what}: array metadata is not that of a dense array in format 2")
     return DenseGrid(shape, chunk, dtype, torch_dtype)
 
 
 def _shape_and_chunk(
     doc: Doc, dimensions: Sequence[int], minimum: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and outer chunk shape of an array whose chunks lie where format 1 says."""
+    """Shape and outer chunk shape of an array whose chunks lie where format 2 says."""
     grid = doc["chunk_grid"]
     if (
         doc["node_type"] != "array"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cnr_store.errors import FormatError, UnsupportedModelError
 
-FORMAT = 1
+FORMAT = 2
 MAX_GENERATION = 999_999
 MAX_SEGMENT_BYTES = 200
 """Of a name's segment in a key. Every file system takes that many in a file's name; most allow 255."""
@@ -18,34 +18,16 @@ MAX_NAME_BYTES = 1 << 14
 MAX_RANKS = 1 << 16
 """That save one version."""
 
-PAYLOAD_2 = "payload-2"
-"""Feature of versions and folds that hold arrays of rows: payloads of version 2."""
-NO_DOCUMENTS, COMPACT_RECORD = "no-documents", "compact-record"
-"""Features of every version and fold that this release writes."""
 ESCAPED_NAMES = "escaped-names"
 """The feature of a version in which an array lies under another path than the plain one of its name."""
-LATTICE, RICE, RELATIVE = "lattice", "rice", "relative"
-"""Features of versions and folds with rows on a lattice, and with row sets of Rice-coded gaps; of versions with rows
-that are relative to their base."""
+LATTICE, RELATIVE = "lattice", "relative"
+"""Features of versions and folds with rows on a lattice; of versions with rows that are relative to their base."""
 FLOATING = "floating"
 """The feature of versions and folds with values on a floating grid. They require those of lattices, too."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
 """Features of versions that several ranks saved, and in which slots follow column shards."""
 
-FEATURES = frozenset(
-    {
-        COLUMN_BOUNDARIES,
-        COMPACT_RECORD,
-        ESCAPED_NAMES,
-        FLOATING,
-        LATTICE,
-        NO_DOCUMENTS,
-        PAYLOAD_2,
-        RELATIVE,
-        RICE,
-        STATE_PARTS,
-    }
-)
+FEATURES = frozenset({COLUMN_BOUNDARIES, ESCAPED_NAMES, FLOATING, LATTICE, RELATIVE, STATE_PARTS})
 """Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"
@@ -60,7 +42,7 @@ CLOSED = ".closed"
 """Ends the name of the object that marks a claim closed."""
 
 _CLAIM = re.compile(r"([0-9]{6})-([0-9a-f]{8})")
-_WRITER = re.compile(r"([0-9]{6})(?:-[0-9a-f]{8})?")
+_WRITER = re.compile(r"[0-9]{6}")
 VERSION_ID = re.compile(r"([0-9]{6})-([0-9a-f]{8})\.([0-9]{8})")
 _TAG = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,99}")
 _SAFE = "-._"
@@ -105,13 +87,9 @@ def is_version(text: str) -> bool:
     return VERSION_ID.fullmatch(text) is not None
 
 
-def claim_number(name: str) -> int | None:
-    """The number of the claim that a name under ``writers/`` stands for, None if it is another object's.
-
-    Older releases put the token into the name.
-    """
-    match = _WRITER.fullmatch(name)
-    return int(match[1]) if match else None
+def is_claim(name: str) -> bool:
+    """Whether a name under ``writers/`` is a claim's, and not another object's."""
+    return _WRITER.fullmatch(name) is not None
 
 
 def claim_name(number: int) -> str:

@@ -2,7 +2,7 @@
 
 A zlib stream (RFC 1950) of JSON::
 
-    {"format": 1, "version": ID, "arrays": {PATH: {"index": [...], "bytes": [...], "tail": [...]}}}
+    {"format": 2, "version": ID, "arrays": {PATH: {"index": [...], "bytes": [...], "tail": [...]}}}
 
 Per array three lists of one length: the linear index of each object in the array's grid of shards (dense: of
 chunks), ascending; its size in bytes; its last four bytes as a little-endian u32, which are the crc32c of a
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cnr_store.errors import CorruptionError, SaveError
+from cnr_store.format.layout import FORMAT
 from cnr_store.format.state import dumps, loads
 from cnr_store.format.validate import Natural, member, proven, shown
 
@@ -61,7 +62,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "bytes": [parts[i].nbytes for i in indexes],
             "tail": [parts[i].tail for i in indexes],
         }
-    text = dumps({"format": 1, "version": manifest.version, "arrays": arrays})
+    text = dumps({"format": FORMAT, "version": manifest.version, "arrays": arrays})
     if len(text) > MAX_MANIFEST_BYTES:
         raise SaveError(
             f"the manifest of version {manifest.version} would take {len(text)} bytes; at most "
@@ -78,7 +79,7 @@ def decode_manifest(data: bytes, version: str) -> Manifest:
     doc = loads(_inflate(data, what), what)
     try:
         said = [member(doc, name) for name in ("format", "version")]
-        if said != [1, version]:
+        if said != [FORMAT, version]:
             raise ValueError(f"it says format {shown(said[0])}, version {shown(said[1])}")
         arrays = proven(member(doc, "arrays"), dict[str, dict[str, list[Natural]]], "arrays")
         return Manifest(version, {path: _parts(columns) for path, columns in arrays.items()})

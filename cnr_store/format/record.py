@@ -16,14 +16,10 @@ from typing import Any
 from cnr_store.format.arrays import Doc
 from cnr_store.format.layout import (
     COLUMN_BOUNDARIES,
-    COMPACT_RECORD,
     FLOATING,
     FOLDS,
     LATTICE,
-    NO_DOCUMENTS,
-    PAYLOAD_2,
     RELATIVE,
-    RICE,
     VERSIONS,
     is_shared,
     record_key,
@@ -35,8 +31,8 @@ from cnr_store.format.validate import Natural, Sizes, Time, VersionText
 
 # Features that readers of a codec's payloads must know, by its id.
 _CODEC_FEATURES = {
-    "cnr_lattice": frozenset({LATTICE, RICE}),
-    "cnr_floating": frozenset({FLOATING, LATTICE, RICE}),
+    "cnr_lattice": frozenset({LATTICE}),
+    "cnr_floating": frozenset({FLOATING, LATTICE}),
 }
 
 
@@ -89,15 +85,8 @@ class ArrayEntry:
 
 def required_features(arrays: Mapping[str, ArrayEntry]) -> tuple[str, ...]:
     """Features that a reader must know of a version, or a fold, that is written now with these arrays."""
-    has_rows = any(entry.kind != "dense" for entry in arrays.values())
-    has_boundaries = any(entry.boundaries for entry in arrays.values())
-    return (
-        COMPACT_RECORD,
-        NO_DOCUMENTS,
-        *((PAYLOAD_2,) if has_rows else ()),
-        *((COLUMN_BOUNDARIES,) if has_boundaries else ()),
-        *sorted({feature for entry in arrays.values() for feature in entry.payload_features}),
-    )
+    bounded = {COLUMN_BOUNDARIES for entry in arrays.values() if entry.boundaries}
+    return tuple(sorted(bounded.union(*(entry.payload_features for entry in arrays.values()))))
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,8 @@ _SHOWN = 200
 
 def encode_record(record: Record) -> bytes:
     """The record's bytes, with their own digest inside."""
-    listed = layout.COMPACT_RECORD in record.requires
     nodes = {record.stored(path): node for path, node in record.nodes.items()}
-    arrays, tables = pack_entries(record.arrays, nodes if listed else {})
+    arrays, tables = pack_entries(record.arrays, nodes)
     cnr = {
         "digest": NO_DIGEST,  # first, so that no text of the caller's that looks like it comes before
         "format": FORMAT,
@@ -55,7 +54,7 @@ def encode_record(record: Record) -> bytes:
         "previous": record.previous,
         "needs": list(record.needs),
         "arrays": arrays,
-        **({"tables": tables} if listed else {}),
+        "tables": tables,
         "policy": dict(record.policy),
         "restores": record.restores,
         "bytes": record.objects_bytes,
@@ -95,10 +94,7 @@ def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record |
             return None
         raise CorruptionError(f"{what}: it is neither a commit nor a void record; the object was altered")
     # The format comes first: another one may compute its digest otherwise.
-    if cnr.get("format") != FORMAT:
-        raise FormatError(
-            f"{what}: format {validate.shown(cnr.get('format'))}; this release reads format {FORMAT}"
-        )
+    validate.check_format(cnr.get("format"), what)
     check_digest(data, cnr, what)
     try:
         unknown = sorted(set(validate.proven(cnr["requires"], list[str], "requires")) - FEATURES)
@@ -133,7 +129,7 @@ def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
 
 def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, prefix: str) -> Record:
     arrays = _entries(
-        _all_entries(cnr, nodes),
+        unpack_entries(_objects(cnr["arrays"], "arrays"), cnr["tables"], nodes),
         escaped=ESCAPED_NAMES in cnr["requires"],
         bounded=layout.COLUMN_BOUNDARIES in cnr["requires"],
     )
@@ -151,16 +147,6 @@ def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, pr
     if not plain:
         return record
     return replace(record, nodes={plain.get(path, path): node for path, node in nodes.items()})
-
-
-def _all_entries(cnr: Doc, nodes: dict[str, Doc]) -> Doc:
-    """The entries by path, of both forms of a record."""
-    arrays = _objects(cnr["arrays"], "arrays")
-    if layout.COMPACT_RECORD in cnr["requires"]:
-        return unpack_entries(arrays, cnr["tables"], nodes)
-    if "tables" in cnr:
-        raise ValueError(f"it has tables, and does not require {layout.COMPACT_RECORD}")
-    return arrays
 
 
 def _entries(arrays: Doc, *, escaped: bool, bounded: bool) -> dict[str, ArrayEntry]:

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, ValidationError, convert
 
-from cnr_store.format.layout import MAX_RANKS, VERSION_ID, decode_name, encode_name
+from cnr_store.errors import FormatError
+from cnr_store.format.layout import FORMAT, MAX_RANKS, VERSION_ID, decode_name, encode_name
 
 MOST = 1 << 62
 _SHOWN = 60
@@ -42,6 +43,21 @@ def shown(value: object) -> str:
 def member(value: object, name: str) -> Any:
     """A member of what may be a JSON object; None where it is no object, or has no such member. Never an error."""
     return value.get(name) if isinstance(value, dict) else None
+
+
+def check_format(number: object, what: str) -> None:
+    """Refuse what another format than this one holds, and say what reads it."""
+    if number == 1:
+        raise FormatError(
+            f"{what} holds format 1, which a development version of cnr-store wrote; this release reads format "
+            f"{FORMAT}. Commit 36dd5db5 of cnr-store reads it. To bring the weights over, export them with that "
+            "commit, `cnr export URL out.safetensors`, and import them with this release, `cnr import out.safetensors "
+            "NEW_URL`. Only the weights of one version come along"
+        )
+    if number != FORMAT:
+        raise FormatError(
+            f"{what} holds format {shown(number)}; this release reads format {FORMAT}: install a newer cnr-store"
+        )
 
 
 def proven(value: object, kind: Any, name: str) -> Any:

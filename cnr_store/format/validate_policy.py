@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -59,8 +59,6 @@ class _Policy(Struct):
     """The members that writers go by, or that are shown to people one by one."""
 
     full: bool = True
-    sizes_bytes: list[Natural] = []
-    deltas: list[tuple[Literal["baseline", "previous"], Natural]] = []
     offer: _Offer | None = None
     past: _Past | None = None
     seconds: dict[str, Time] = {}
@@ -71,8 +69,6 @@ class _Policy(Struct):
 def prove_policy(doc: Mapping[str, Any]) -> None:
     """Prove a policy."""
     policy: _Policy = proven(doc, _Policy, "policy")
-    if len(policy.deltas) > max(len(policy.sizes_bytes) - 1, 0):
-        raise ValueError("policy.deltas has more deltas than policy.sizes_bytes")
     for reason in policy.whole.values():
         if reason.count < len(reason.tables):
             raise ValueError(f"policy.whole counts {reason.count} tables and names {len(reason.tables)}")

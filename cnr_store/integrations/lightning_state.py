@@ -167,10 +167,9 @@ class TrainerState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give all of them their state, and log what can't go on."""
         loops = dict(state)
-        stored, plateaus = loops.pop(_KEY, None), loops.pop(_PLATEAUS, [])
-        self._metrics = loops.pop(_METRICS, {})
-        self.is_epoch_end = loops.pop(_EPOCH_END, False)
-        was_stopped, self.validates_first = loops.pop(_STOPPED, False), loops.pop(_CUT_OFF, False)
+        stored, plateaus, self._metrics = (loops.pop(name) for name in (_KEY, _PLATEAUS, _METRICS))
+        self.is_epoch_end = loops.pop(_EPOCH_END)
+        was_stopped, self.validates_first = loops.pop(_STOPPED), loops.pop(_CUT_OFF)
         self._trainer.fit_loop.load_state_dict(loops)
         if was_stopped:
             log.warning(
@@ -181,13 +180,8 @@ class TrainerState:
             _begin_next_epoch(self._trainer.fit_loop)
         self._loader_states = position_loaders(self._trainer.fit_loop)
         _RESUMED[self._trainer] = self
-        warn_of_rest(
-            self._trainer, {"states": {}, "left_out": [], "averaged_by": []} if stored is None else stored
-        )
-        if stored is None:
-            log.info("the version was saved before the state of callbacks was: they begin anew")
-        else:
-            self._load(stored)
+        warn_of_rest(self._trainer, stored)
+        self._load(stored)
         self._step(plateaus)
 
     def _checkpoint(self) -> dict[str, Any]:
@@ -269,8 +263,8 @@ class TrainerState:
         held = copied(lightning_parts(trainer)) if hooks or loads else {}
         models = {name: held[MODEL] for name in stored["models"] if held}
         if held:
-            held[MODEL].update(stored.get("in_model", {}))
-            for name in stored.get("from_model", []):
+            held[MODEL].update(stored["in_model"])
+            for name in stored["from_model"]:
                 held[MODEL].pop(name, None)
         checkpoint = {**held, "callbacks": states, **models, **added}
         loaded = LoadedParts({name: value for name, value in held.items() if checkpoint[name] is value})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -57,19 +57,9 @@ class Past:
     older_excess_bytes: int | None = None
 
     @classmethod
-    def of(cls, sizes_bytes: Sequence[int], deltas: Sequence[Delta] = (), since: Since = "baseline") -> Self:
-        """The past of these versions, one by one.
-
-        `sizes_bytes`: bytes of the full version, then of each delta.
-        `deltas`: what the first of these deltas are.
-        `since`: what the others cover. They count as ``intermittent``'s.
-        """
-        past = cls(Sums(sizes_bytes[0]), Sums(sizes_bytes[0]))
-        for position, nbytes in enumerate(sizes_bytes[1:]):
-            past = past.with_delta(
-                nbytes, deltas[position] if position < len(deltas) else Delta(since, nbytes)
-            )
-        return past
+    def of(cls, full_bytes: int) -> Self:
+        """The past after a full version."""
+        return cls(Sums(full_bytes), Sums(full_bytes))
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Self:
@@ -136,20 +126,11 @@ def past_after(policy: Mapping[str, Any], nbytes: int) -> Past:
     `nbytes`: bytes of that version.
     """
     since: Since = "previous" if policy.get("since") == "previous" else "baseline"
-    past = _before(policy, since)
-    if past is None:  # no policy wrote it
-        return Past.of([nbytes])
+    if policy.get("past") is None:  # no policy wrote it
+        return Past.of(nbytes)
     offer = policy.get("offer")
     saved = offer["baseline_bytes"] - offer["previous_bytes"] if offer and since == "previous" else 0
-    return past.with_delta(nbytes, Delta(since, nbytes + max(saved, 0)))
-
-
-def _before(policy: Mapping[str, Any], since: Since) -> Past | None:
-    if policy.get("past") is not None:
-        return Past.from_json(policy["past"])
-    # Earlier releases listed all sizes, and under `auto` the deltas, too.
-    sizes = policy.get("sizes_bytes", ())
-    return Past.of(sizes, [Delta(*delta) for delta in policy.get("deltas", ())], since) if sizes else None
+    return Past.from_json(policy["past"]).with_delta(nbytes, Delta(since, nbytes + max(saved, 0)))
 
 
 _MIN_BYTES = 16 << 10

@@ -271,7 +271,7 @@ class _Run:
             decision = decide(name, past, offer=offer, costs=self.costs)
             if decision.full or offer is None:
                 nbytes = self._size(self.trace.rows, self.row_bytes)
-                baseline, past = save, Past.of([nbytes])
+                baseline, past = save, Past.of(nbytes)
                 self.chains.append((save,))
             else:
                 consecutive = decision.since == "previous"

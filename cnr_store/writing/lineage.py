@@ -12,6 +12,7 @@ import numpy as np
 
 from cnr_backends import Backend, BackendError, Transfer
 from cnr_codecs import LatticeRows
+from cnr_codecs.payload.coded import Grid
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.written_link import WrittenLink
@@ -90,7 +91,7 @@ class Lineage:
             lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec))
         return Lineage(record.id, lines, _past(record), self.restores, record.stored_paths)
 
-    def grids_of(self, record: Record, paths: Iterable[str]) -> dict[str, float | None]:
+    def grids_of(self, record: Record, paths: Iterable[str]) -> dict[str, Grid | None]:
         """By path of each of these arrays of which `record`, the last one, wrote rows: their grid, None without one."""
         entries = {path: record.arrays[path] for path in paths if path in self.lines}
         return {path: stored_grid(entry.codec) for path, entry in entries.items() if entry.rows}
@@ -154,7 +155,7 @@ class Lineage:
 def _past(record: Record) -> Past:
     # A version that depends on no other is full, also where no policy asked for it.
     if record.kind == "baseline":
-        return Past.of([record.shared_bytes])
+        return Past.of(record.shared_bytes)
     return past_after(record.policy, record.shared_bytes)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs import FloatingRows, Followed, LatticeRows, Packer, RowCodec
+from cnr_codecs.payload.coded import Grid
 
 Codes = npt.NDArray[np.signedinteger[Any]]
 Mask = npt.NDArray[np.bool_]
@@ -108,11 +109,11 @@ class _Known:
     """What is known of an array in one version: the grid, and the codes of the rows from `first_row` on."""
 
     version: str | None
-    grid: float
+    grid: Grid
     first_row: int
     codes: Codes
 
-    def fits(self, base: str | None, grid: float | None, first_row: int, shape: tuple[int, int]) -> bool:
+    def fits(self, base: str | None, grid: Grid | None, first_row: int, shape: tuple[int, int]) -> bool:
         """Whether these are the codes of such rows in the version `base`."""
         found = self.version, self.grid, self.first_row, self.codes.shape
         return base is not None and found == (base, grid, first_row, shape)
@@ -174,7 +175,7 @@ class CodeCache:
         self._writes[path] = _Write(codes, base, rows, first_row, shape)
         return codes
 
-    def commit(self, version: str, grids: Mapping[str, float | None]) -> None:
+    def commit(self, version: str, grids: Mapping[str, Grid | None]) -> None:
         """Keep the codes of a save that was committed. A second call may only forget some.
 
         `version`: what it was committed as.
@@ -204,9 +205,11 @@ def relative_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
     return own if isinstance(own, LatticeRows | FloatingRows) and own.relative else None
 
 
-def grid_of(codec: LatticeRows | FloatingRows) -> float | None:
-    """What tells the grid of a codec's rows from others, as `Segment.grid` does; None as long as there is no step."""
-    return codec.step if isinstance(codec, LatticeRows) else -float(codec.mantissa_bits)
+def grid_of(codec: LatticeRows | FloatingRows) -> Grid | None:
+    """The grid of a codec's rows; None as long as there is no step."""
+    if isinstance(codec, FloatingRows):
+        return Grid(mantissa=codec.mantissa_bits)
+    return None if codec.step is None else Grid(codec.step)
 
 
 def _unknown_code(dtype: npt.DTypeLike) -> np.signedinteger[Any]:

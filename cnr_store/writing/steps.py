@@ -1,20 +1,22 @@
 """Steps of lattices: found where a table is written whole, and kept by its deltas.
 
-The squares of a table's values are added up by each rank for the rows that it has; of those that several have, by the
-first of these. So with other ranks the sum may differ in its last bits, which a step of 8 bits nearly never shows.
+Each rank counts the values that it has by their magnitude; those that several have, the first of these.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cnr_backends import Transfer
 from cnr_codecs import CodecError, Followed, LatticeRows, RowCodec, row_codec
-from cnr_codecs.lattice.steps import SUM_ROWS, Sum, add_sums, block_sums, root_mean_square
+from cnr_codecs.lattice.steps import COUNTED_ROWS, Counts, median_scale, no_counts, scale_counts
+from cnr_codecs.payload.coded import Grid
 from cnr_store.errors import SaveError
 from cnr_store.ranks.placement import Span
 from cnr_store.writing.exchange import Peers, columns_of
@@ -23,9 +25,9 @@ from cnr_store.writing.row_codes import grid_of, relative_codec
 
 
 def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | None) -> list[RowsWrite]:
-    """The same writes; those that are whole and go by the root mean square of their rows with the step of these.
+    """The same writes; those that are whole and go by the scale of their rows with the step of these.
 
-    Ranks that share arrays must call it together. The first of them adds up the sums of all, in the order of ranks.
+    Ranks that share arrays must call it together. The first of them adds up the counts of all.
 
     `transfer`: its threads read the rows.
     `peers`: the ranks that share arrays; None where this process has them all.
@@ -34,12 +36,12 @@ def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | N
     if not found:
         return list(writes)
     rank = 0 if peers is None else peers.rank
-    sums = {path: _sum(rows, rank, transfer) for path, (rows, _) in found.items()}
+    counts = {path: _counts(rows, rank, transfer) for path, (rows, _) in found.items()}
     if peers is not None and peers.world > 1:
         shared = sorted(path for path, (rows, _) in found.items() if rows.held is not None)
         if shared:
-            sums |= _added([sums[path] for path in shared], shared, peers)
-    steps = {path: lattice.step_of(root_mean_square([sums[path]])) for path, (_, lattice) in found.items()}
+            counts |= _added(np.stack([counts[path] for path in shared]), shared, peers)
+    steps = {path: lattice.step_of(median_scale(counts[path])) for path, (_, lattice) in found.items()}
     return [
         replace(rows, codec=_with_step(rows.codec, steps[rows.path])) if rows.path in steps else rows
         for rows in writes
@@ -56,16 +58,16 @@ _Block = tuple[int, int, tuple[Span, ...] | None]
 """Rows of those that this rank has, and the columns of them that it counts; None for all."""
 
 
-def _sum(rows: RowsWrite, rank: int, transfer: Transfer) -> Sum:
-    """The sum of the squares of the values that this rank counts, and how many these are."""
+def _counts(rows: RowsWrite, rank: int, transfer: Transfer) -> Counts:
+    """The counts of the values that this rank counts."""
 
-    def squares(block: _Block) -> list[Sum]:
+    def count(block: _Block) -> Counts:
         begin, end, spans = block
-        values = rows.values(begin, end)
-        return [each for part in _parts(rows, values, spans) for each in block_sums(part)]
+        parts = _parts(rows, rows.values(begin, end), spans)
+        return sum(map(scale_counts, parts), no_counts())
 
-    with closing(transfer.map(squares, _blocks(rows, rank))) as sums:
-        return add_sums(each for block in sums for each in block)
+    with closing(transfer.map(count, _blocks(rows, rank))) as counts:
+        return sum(counts, no_counts())
 
 
 def _blocks(rows: RowsWrite, rank: int) -> Iterator[_Block]:
@@ -83,8 +85,8 @@ def _blocks(rows: RowsWrite, rank: int) -> Iterator[_Block]:
         ]
     for begin, end, spans in bands:
         if spans != ():
-            for first in range(begin, end, SUM_ROWS):
-                yield first, min(first + SUM_ROWS, end), spans
+            for first in range(begin, end, COUNTED_ROWS):
+                yield first, min(first + COUNTED_ROWS, end), spans
 
 
 def _parts(rows: RowsWrite, values: Array, spans: tuple[Span, ...] | None) -> list[Array]:
@@ -93,29 +95,23 @@ def _parts(rows: RowsWrite, values: Array, spans: tuple[Span, ...] | None) -> li
     return [columns_of(rows.held, values, span.first_column, span.columns) for span in spans]
 
 
-def _added(own: Sequence[Sum], paths: Sequence[str], peers: Peers) -> dict[str, Sum]:
-    """The sums of all ranks, by path; `own` are this one's."""
+def _added(own: Counts, paths: Sequence[str], peers: Peers) -> dict[str, Counts]:
+    """The counts of all ranks, by path; `own`, (paths, bins), are this one's."""
     others = range(1, peers.world)
     if peers.rank:
-        peers.exchange({0: [json.dumps(own).encode()]}, [])
-        total = _sums(peers.exchange({}, [0])[0], 0, paths)
+        peers.exchange({0: [own.astype("<i8").tobytes()]}, [])
+        total = _parsed(peers.exchange({}, [0])[0], 0, own.shape)
     else:
         received = peers.exchange({}, list(others))
-        by_rank = [own, *(_sums(received[rank], rank, paths) for rank in others)]
-        total = [add_sums(of_path) for of_path in zip(*by_rank, strict=True)]
-        data = json.dumps(total).encode()
-        peers.exchange({rank: [data] for rank in others}, [])
+        total = sum((_parsed(received[rank], rank, own.shape) for rank in others), own)
+        peers.exchange({rank: [total.astype("<i8").tobytes()] for rank in others}, [])
     return dict(zip(paths, total, strict=True))
 
 
-def _sums(data: Any, rank: int, paths: Sequence[str]) -> list[Sum]:
-    try:
-        found = [(float(total), int(count)) for total, count in json.loads(bytes(data))]
-    except (ValueError, TypeError) as error:
-        raise SaveError(f"what rank {rank} sent is no list of sums: {error}") from error
-    if len(found) != len(paths):
-        raise SaveError(f"rank {rank} sent sums of {len(found)} arrays, expected those of {len(paths)}")
-    return found
+def _parsed(data: Any, rank: int, shape: tuple[int, ...]) -> Counts:
+    if len(data) != 8 * math.prod(shape):
+        raise SaveError(f"rank {rank} sent {len(data)} bytes of counts, expected {8 * math.prod(shape)}")
+    return np.frombuffer(data, "<i8").astype(np.int64).reshape(shape)
 
 
 def keep_step(codec: RowCodec, stored: LatticeRows | None) -> RowCodec:
@@ -136,7 +132,7 @@ def lattice_of(config: Mapping[str, Any] | None) -> LatticeRows | None:
         return None
 
 
-def stored_grid(config: Mapping[str, Any] | None) -> float | None:
+def stored_grid(config: Mapping[str, Any] | None) -> Grid | None:
     """The grid that relative rows were stored on, by the codec's configuration in a record; None without one of all."""
     try:
         codec = None if config is None else relative_codec(row_codec(config))

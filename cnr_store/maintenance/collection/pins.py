@@ -173,21 +173,18 @@ def read_reasons(backend: Backend, version: str) -> list[str]:
 
 
 def _encode(version: str, reason: str | None) -> bytes:
-    doc = {"time": time.time()}
-    if reason is None:
-        return dumps(doc)
-    return with_digest(dumps({"digest": NO_DIGEST, "reason": reason, "version": version, **doc}))
+    doc = {"digest": NO_DIGEST, "reason": reason, "version": version, "time": time.time()}
+    return with_digest(dumps(doc))
 
 
 def _decode(data: bytes, version: str) -> str | None:
     """The reason that a pin gives; None if it gives none."""
     doc = validate.proven(loads(data, "it"), dict, "it")
-    if doc.keys() <= {"time"}:
-        return None
     check_digest(data, doc, "it")
     if doc["version"] != version:
         raise ValueError("it is another version's: objects were swapped")
-    return str(validate.proven(doc["reason"], str, "reason"))
+    reason: str | None = validate.proven(doc["reason"], str | None, "reason")
+    return reason
 
 
 def _is_void(catalog: Catalog, version: str) -> bool:

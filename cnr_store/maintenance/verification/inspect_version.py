@@ -16,7 +16,7 @@ from cnr_store.chains.link import Link
 from cnr_store.chains.written_link import WrittenLink, open_link
 from cnr_store.errors import CorruptionError, FormatError, StateError
 from cnr_store.format import layout
-from cnr_store.format.arrays import DenseGrid, Doc, document_bytes, group_document
+from cnr_store.format.arrays import DenseGrid, Doc, document_bytes
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import Record
 from cnr_store.format.state import loads
@@ -55,8 +55,7 @@ class VersionCheck:
 
     `soundness`: the result so far.
     `links`, `dense`: arrays whose layout is sound, by path.
-    `nodes`: metadata documents that must also be stored as objects of their own, by key. Since `layout.NO_DOCUMENTS`
-    those of dense arrays alone.
+    `nodes`: metadata documents that must also be stored as objects of their own, by key: those of dense arrays.
     `missing`: keys of objects that are lost or of another size.
     """
 
@@ -209,20 +208,8 @@ class VersionCheck:
 
 
 def _nodes(record: Record) -> dict[str, Doc]:
-    if layout.NO_DOCUMENTS in record.requires:
-        dense = (
-            path for path, entry in record.arrays.items() if entry.kind == "dense" and path in record.nodes
-        )
-        return {record.key(path, layout.NODE): record.nodes[path] for path in dense}
-    groups = {group for path in record.arrays for group in layout.parent_groups(path)}
-    nodes = {
-        record.key(path, layout.NODE): doc
-        for path, doc in record.nodes.items()
-        if path in record.arrays or path in groups
-    }
-    if record.prefix == layout.FOLDS:
-        nodes[record.key(layout.NODE)] = group_document()
-    return nodes
+    dense = (path for path, entry in record.arrays.items() if entry.kind == "dense" and path in record.nodes)
+    return {record.key(path, layout.NODE): record.nodes[path] for path in dense}
 
 
 def _document_nbytes(doc: Doc) -> int | None:

@@ -22,11 +22,10 @@ from cnr_store.maintenance.verification.report import Finding, Leftovers, find_l
 def check_root(catalog: Catalog) -> tuple[bool, list[Finding]]:
     """Whether readers recognize the store, and what is wrong with the groups above its versions."""
     store = store_id(catalog.backend)
-    # Older releases gave a store no text of its own.
-    cnr = {"format": layout.FORMAT} | ({"store": store} if store != "-" else {})
+    root = group_document({"cnr": {"format": layout.FORMAT, "store": store}})
     expected = {
         f"{layout.VERSIONS}/{layout.NODE}": group_document(),
-        layout.ROOT_KEY: group_document({"cnr": cnr}),
+        layout.ROOT_KEY: {} if store == "-" else root,
     }
     opens, findings = True, []
     try:
@@ -60,7 +59,6 @@ def check_claims(backend: Backend, newest: str) -> Iterator[Finding]:
     """
     names = list_claims(backend)
     attempt = layout.VersionId.parse(newest)
-    # A claim of an older release has its token in its name.
     if attempt is not None and max(names, default="") < layout.claim_name(attempt.claim.generation):
         key = layout.writer_key(layout.claim_name(attempt.claim.generation))
         what = f"{backend.url}: {key} is lost; if the writer of {newest} still runs, its next save will fail once"

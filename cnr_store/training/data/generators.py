@@ -28,17 +28,13 @@ _UPPER_BOUNDS = {
 
 
 def find_generators(loader: object, named: Mapping[str, Generator]) -> dict[str, Generator]:
-    """Generators that a loader, its samplers and its dataset hold as attributes, by path, and those that are named.
-
-    Those of samplers within Fabric's go by one name alone: older states, which lack the path, may have the name.
-    """
-    generators: dict[str, Generator] = {}
+    """Generators that are named, and those that a loader, its samplers and its dataset hold as attributes, by path."""
+    generators = dict(named)
     for path, part in _parts(loader, "loader", []):
-        others = named.values() if f".{_WRAPPED}" in path else ()
         for name, value in getattr(part, "__dict__", {}).items():
-            if _is_generator(value) and not any(value is known for known in (*generators.values(), *others)):
+            if _is_generator(value) and not any(value is known for known in generators.values()):
                 generators[f"{path}.{name}"] = value
-    return {**generators, **named}
+    return generators
 
 
 def _parts(part: object, path: str, seen: list[object]) -> Iterator[tuple[str, object]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -15,7 +14,6 @@ from cnr_store.errors import OptionError
 from cnr_store.training.data.generators import is_same_state, wrapped_sampler
 from cnr_store.training.data.shared_epoch import sharding_of
 
-log = logging.getLogger("cnr_store")
 _States = Callable[[], Mapping[str, Any]]
 
 
@@ -200,32 +198,6 @@ class FabricSource(LoaderSource):
     def __init__(self, loader: Any, replay: bool, states: _States) -> None:
         super().__init__(loader._dataloader, replay, states)
         self._fabric = loader
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Take what was stored before the loader within was known, if it can only mean one batch.
-
-        Fabric's loader counted the epochs of its process, so later ones of a resumed process had the orders of others.
-        """
-        if state["loader"] != Source.kind(self):
-            super().check(state)
-            return
-        is_within = state["batch"] and state["batch"] != length_of(self._copy)
-        if is_within and state["epoch"] and (self._copy.persistent_workers or self._goes_by_epoch()):
-            raise OptionError(
-                f"the position of the reader is in the middle of epoch {state['epoch']}, and the version of cnr-store "
-                "that saved it did not note in which order Fabric's loader went through that epoch: load a version "
-                "that was saved between two epochs, or in the first one, or load without reader="
-            )
-        if state["batch"]:
-            log.warning(
-                "an older version of cnr-store saved the position of the reader, after %d batches of epoch %d, without "
-                "their size: the loader must have the batch size, the data and the workers of the saved run",
-                *(state["batch"], state["epoch"]),
-            )
-
-    def _goes_by_epoch(self) -> bool:
-        parts = _parts_of(self._sampler.sampler, self._copy.dataset)
-        return any(callable(getattr(part, "set_epoch", None)) for part in parts)
 
     def begin(self, reused: bool) -> Iterator[Any]:
         return self._moved(super().begin(reused))

@@ -59,7 +59,7 @@ def divide(
     `sharding`, `batches`: how this rank's loader deals an epoch out, and its batches of an epoch.
     `world`: how many ranks there are now.
     """
-    saved = [state.get("sharding") for state in states]
+    saved = [state["sharding"] for state in states]
     first = saved[0]
     if sharding is None or not isinstance(first, Mapping) or any(each != first for each in saved):
         _refuse(

@@ -24,11 +24,7 @@ from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_r
 
 log = logging.getLogger("cnr_store")
 T = TypeVar("T")
-_FIELDS = frozenset({"epoch", "batch", "loader", "reused", "start", "generators"})
-_SHARDING = "sharding"
-"""A field of loaders alone that deal an epoch out to ranks."""
-_PRESENT = "present"
-"""A field inside an epoch alone, of loaders that own generators: their present states."""
+_FIELDS = frozenset({"epoch", "batch", "loader", "reused", "sharding", "start", "generators", "present"})
 
 
 class TrackedReader(Generic[T]):
@@ -168,16 +164,15 @@ class TrackedReader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the random numbers that the epoch began with; plain values that a save can store."""
-        sharding = self._source.sharding()
         return {
             "epoch": self._epoch,
             "batch": self._taken,
             "loader": self._source.kind(),
             "reused": self._source.has_workers if self._reused is None else self._reused,
+            "sharding": self._source.sharding(),
             "start": self._start,
             "generators": None if self._start else generator_states(self._own),
-            **({} if sharding is None else {_SHARDING: sharding}),
-            **({_PRESENT: self._present or generator_states(self._own)} if self._start and self._own else {}),
+            "present": (self._present or generator_states(self._own)) if self._start else None,
         }
 
     def split_state(self, states: Sequence[Any], rank: int, world: int) -> dict[str, Any]:
@@ -219,8 +214,8 @@ class TrackedReader(Generic[T]):
             chosen = generators[0]  # which ranks may share, to shuffle alike
         else:
             chosen = generator_states(self._own)
-        state = {name: value for name, value in self.state_dict().items() if name != _PRESENT}
-        state |= {"epoch": epoch, "batch": batch, "start": None, "generators": chosen}
+        state = self.state_dict() | {"epoch": epoch, "batch": batch, "start": None, "generators": chosen}
+        state["present"] = None
         if own is not None:
             state["reused"] = own["reused"]
         if batch:
@@ -247,12 +242,12 @@ class TrackedReader(Generic[T]):
                 f"not a state of this reader: {error}; give it the loader that was saved"
             ) from error
         self._epoch, self._taken, self._start = state["epoch"], state["batch"], state["start"]
-        self._reused, self._live, self._present = state["reused"], None, state.get(_PRESENT)
+        self._reused, self._live, self._present = state["reused"], None, state["present"]
         if self._start is None:
             set_generators(self._own, state["generators"])
 
     def _check(self, state: Any) -> None:
-        if not isinstance(state, Mapping) or state.keys() - {_SHARDING, _PRESENT} != _FIELDS:
+        if not isinstance(state, Mapping) or state.keys() != _FIELDS:
             raise ValueError(
                 f"it is of type {type(state).__name__}, or has other fields than {', '.join(sorted(_FIELDS))}"
             )
@@ -274,8 +269,8 @@ class TrackedReader(Generic[T]):
             raise ValueError("the random numbers that its epoch began with are malformed")
         check_rng_state(start["global"])
         check_generator_states(self._own, start["own"])
-        if _PRESENT in state:
-            check_generator_states(self._own, state[_PRESENT])
+        if state["present"] is not None:
+            check_generator_states(self._own, state["present"])
 
 
 class Interval(Iterator[T]):

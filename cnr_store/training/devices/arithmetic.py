@@ -259,7 +259,8 @@ def _unpacked(packed: Tensor, bits: int, dim: int) -> Tensor:
 def _on_lattice(values: Tensor, step: float, limit: int) -> tuple[Tensor, Tensor]:
     beyond = MAX_CODE + 1.0
     exact = (values.double() * (1 / step)).nan_to_num_(nan=beyond).clamp_(-beyond, beyond).round_()
-    raw = torch.maximum(exact.amax(1), -exact.amin(1)) > limit
+    most = torch.maximum(exact.amax(1), -exact.amin(1))
+    raw = (most > limit) | ((most == 0) & (values != 0).any(1))
     return raw.byte(), exact.clamp_(max=MAX_CODE).to(torch.int16)
 
 
@@ -269,7 +270,9 @@ def _on_floating_grid(values: Tensor, shift: int, least: int, most: int) -> tupl
     # The lowest bits are rounded by themselves: the sum with all bits of a NaN is beyond int32.
     magnitude, lowest = size >> shift, (size & ((1 << shift) - 1)).add_((1 << (shift - 1)) - 1)
     magnitude += lowest.add_(magnitude & 1).bitwise_right_shift_(shift)
-    raw = ((size != 0) & ((magnitude < least) | (magnitude > most))).any(1)
+    raw = (magnitude > most).any(1)
+    small = torch.where(((bits < 0) & (size != 0)).any(1, keepdim=True), 0, least)
+    magnitude = torch.where((size != 0) & (magnitude < least), small, magnitude)
     return raw.byte(), torch.where(bits < 0, -magnitude, magnitude).to(torch.int16)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
-from cnr_codecs.lattice.steps import SUM_ROWS, block_sums, root_mean_square
+from cnr_codecs.lattice.steps import COUNTED_ROWS, median_scale, no_counts, scale_counts
 from cnr_codecs.payload.payload import ParameterType, row_bytes
 from cnr_codecs.protocol import Offsets, RowCodec, Rows
 from cnr_codecs.uniform.quantized import QuantizedRows
@@ -133,9 +133,9 @@ def encode(codec: RowCodec, values: torch.Tensor, ids: torch.Tensor | None) -> R
     assert isinstance(codec, UniformRows | LatticeRows | FloatingRows)
     values = values.detach()
     if isinstance(codec, LatticeRows) and codec.step is None:
-        blocks = (values[first : first + SUM_ROWS] for first in range(0, len(values), SUM_ROWS))
-        sums = (each for block in blocks for each in block_sums(on_host(block)))
-        codec = codec.with_step(codec.step_of(root_mean_square(sums)))
+        blocks = (values[first : first + COUNTED_ROWS] for first in range(0, len(values), COUNTED_ROWS))
+        counts = sum((scale_counts(on_host(block)) for block in blocks), no_counts())
+        codec = codec.with_step(codec.step_of(median_scale(counts)))
     count, together = len(values) if ids is None else len(ids), rows_together(values.shape[1])
     pieces = []
     for first in range(0, max(count, 1), together):

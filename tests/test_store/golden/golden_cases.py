@@ -42,7 +42,11 @@ def policy(name: str, saves: int, changed: int, **options: Any) -> Make:
         notes = Notes(url, ("tables/users/weight",))
         job = JOBS["stepped"](1)
         draw = np.random.default_rng(5)
-        options_of = {"policy": name, "bits": {"*": 4}, "rng": False, **options}
+        options_of = {
+            "policy": name,
+            "rng": False,
+            **(options if "codec" in options else {"bits": {"*": 4}, **options}),
+        }
         with Checkpointer(url, job.model, job.optimizers, **options_of) as checkpointer:
             for save in range(saves):
                 notes.save(checkpointer, "stepped", job, 100 * save, metadata={"save": save})
@@ -125,7 +129,10 @@ def stateful(url: Path) -> Notes:
 _STATE_BITS = {"by2": 2, "by3": 3, "by4/exp_avg*": 4, "*": 8}
 _OPTIMIZED = {name: [0, 3, 9] for name in ("sgd", "adagrad", "sparseadam", "adam", "rowwise")}
 
-_FIRST: Mapping[str, Make] = {
+_FLOATING: Mapping[str, int | str] = {"by2": "m2", "by3": "m3", "by4/exp_avg": 4, "*": "m7"}
+_LATTICE = {"id": "cnr_lattice", "rms_step": 0.28}
+
+CASES: Mapping[str, Make] = {
     "uniform": codecs("uniform", UNIFORM, ["exact"], ["symmetric3", "adaptive4"]),
     "kmeans": codecs("kmeans", KMEANS, [], ["row4", "block", "cluster"]),
     "followed": codecs("followed", FOLLOWED, ["blosc", "lz4", "four"], ["zstd", "four"]),
@@ -165,10 +172,6 @@ _FIRST: Mapping[str, Make] = {
     "collected": golden_histories.collected,
     "changing": golden_histories.changing,
     "imported": golden_histories.imported,
-}
-
-_FLOATING: Mapping[str, int | str] = {"by2": "m2", "by3": "m3", "by4/exp_avg": 4, "*": "m7"}
-_LATER: Mapping[str, Make] = {
     "floating": trained(
         "squares",
         tuple(f"tables/by{bits}/{slot}" for bits in (2, 3, 4, 8) for slot in ("exp_avg", "exp_avg_sq")),
@@ -176,8 +179,8 @@ _LATER: Mapping[str, Make] = {
         bits=32,
         state_bits=_FLOATING,
     ),
+    "meeting": changed_once("meeting", (), {"Users": [1], "users": [2, 3]}, bits=32),
+    "lattices": policy("intermittent", 3, 30, codec={"users": _LATTICE}),
+    "relative": golden_histories.relative,
 }
-
-CASES: Mapping[str, Make] = {**_FIRST, **{f"{name}-2": make for name, make in _FIRST.items()}, **_LATER}
-"""The same jobs, written in the first form of format 1 and then in the second (``requires`` tells), and those of what
-came later."""
+"""By their names, in the order in which they are written."""

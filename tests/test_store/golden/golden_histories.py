@@ -165,3 +165,21 @@ def tall(url: Path) -> Notes:
         notes.save(checkpointer, "tall", job, 2)
     assert cnr_store.compact(url).outcome == "folded"
     return notes
+
+
+def relative(url: Path) -> Notes:
+    """Deltas whose rows are differences of codes, on a step and on a floating grid, and the fold of one of them."""
+    notes, job = Notes(url, ("tables/users/weight", "tables/users/exp_avg*")), JOBS["averaged"](1)
+    options: dict[str, Any] = {
+        "policy": "consecutive",
+        "max_chain": None,
+        "rng": False,
+        "state_bits": {"users": "m3"},
+    }
+    codec = {"users": {"id": "cnr_lattice", "rms_step": 0.28, "relative": True}}
+    with Checkpointer(url, job.model, job.optimizers, codec=codec, **options) as checkpointer:
+        for step in range(4):
+            train(job, {"users": [*range(0, 200, 7), step + 1]})
+            notes.save(checkpointer, "averaged", job, step)
+    cnr_store.compact(url, 2)
+    return notes

@@ -50,6 +50,13 @@ def stepped(seed: int) -> Job:
     return job
 
 
+def averaged(seed: int) -> Job:
+    """One table, of which rows move little, and with them means and squares of their gradients."""
+    job = users(seed)
+    job.optimizers = [SparseAdam(list(job.model.parameters()), lr=0.01)]
+    return job
+
+
 def pair(seed: int) -> Job:
     return users(seed, 60, 6, ads=nn.Embedding(9, 3, sparse=True))
 
@@ -234,6 +241,8 @@ JOBS: Mapping[str, Callable[[int], Job]] = {
     "kmeans": kmeans,
     "followed": tables(FOLLOWED, 22, 9),
     "users": users,
+    "averaged": averaged,
+    "meeting": lambda seed: users(seed, 20, 4, Users=nn.Embedding(9, 3), con=nn.Linear(3, 2)),
     "stepped": stepped,
     "bare": bare,
     "widths": lambda seed: users(seed, 264, 16, small=nn.Embedding(30, 16)),

@@ -1,4 +1,4 @@
-"""Writes golden stores of format 1: `python -m tests.test_store.golden.make_golden_stores NAME...`, or `all`.
+"""Writes golden stores of format 2: `python -m tests.test_store.golden.make_golden_stores NAME...`, or `all`.
 
 Only a new format may change what such a store holds, so one that exists is never written again. A change of what is
 written, such as a new codec or option, comes with a new store under a new name.

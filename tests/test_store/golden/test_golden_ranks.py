@@ -1,4 +1,4 @@
-"""The store that two ranks of an earlier release wrote: read to the same bits, sound, and loaded on other ranks."""
+"""The store that two ranks wrote once: read to the same bits, sound, and loaded on other ranks."""
 
 from __future__ import annotations
 
