@@ -6,12 +6,9 @@ from collections.abc import Callable
 
 from cnr_codecs import most_packed_bytes
 from cnr_codecs.compressed import MAX_FOLLOWERS
-from cnr_codecs.entropy.lines import BLOCK_LINES
-from cnr_codecs.entropy.models import MAX_TOKENS
-from cnr_codecs.kernels.rans import CLASSES, DIRECT, PRECISION
-from cnr_codecs.payload.coded import MAX_CODE, NARROW_DIM, NARROW_LINE
-from cnr_codecs.payload.payload import HEADER, MAX_SEGMENTS, MAX_U32
-from cnr_codecs.payload.rowset import MAX_SHIFT
+from cnr_codecs.payload.coded import CENTERS_LINE, MAX_CODE, MAX_DIFFERENCE, NARROW_DIM, NARROW_LINE
+from cnr_codecs.payload.packed import BASES, BLOCK_CODES, FOURS, ONE_BYTE, TWOS
+from cnr_codecs.payload.payload import HEADER, MAX_SEGMENTS, MAX_U32, VERSION
 from cnr_codecs.payload.validate import SCALE_SPARE_BITS, STEP_BITS
 from cnr_store.format import (
     arrays,
@@ -71,6 +68,9 @@ _MAX_AXIS = _greatest(lambda n: validate.sizes([n], "shape", 0, (1,)))
 _MAX_VALUES = _greatest(lambda n: validate.sizes([1 << 27, n], "shape", 0, (2,))) << 27
 _MAX_ATTEMPT = _greatest(_is_attempt)
 
+_DIGITS = {width: base - 1 for width, (base, _) in BASES.items()} | {ONE_BYTE: 255}
+_BYTES = {width: base**count for width, (base, count) in BASES.items()}
+
 PHRASES = (
     f"the caller's; at most {_size(MAX_METADATA_BYTES)}; without references",
     f"The record has at most {_size(record_document.MAX_RECORD_BYTES)}.",
@@ -94,13 +94,17 @@ PHRASES = (
     f"An array has at most {arrays.MAX_DIMENSIONS} dimensions.",
     f"The header has {HEADER.size} bytes",
     f"| segments | 0 to {MAX_SEGMENTS:,} |",
-    f"in lines of class k; n is at most {MAX_TOKENS}. Model 0 has those of the classes; n is 1 to {CLASSES}.",
-    f"The frequencies of a model sum to {1 << PRECISION:,}, unless",
-    f"below {DIRECT} is its own token",
-    f"of which the last may have fewer, and the lines into blocks of {BLOCK_LINES:,}.",
+    f"| 4 | u8 | version | {VERSION}. ",
+    *(
+        f"| {width} | 0 to {_DIGITS[width]} | {_power(BLOCK_CODES[width])} |"
+        for width in (FOURS, TWOS, ONE_BYTE)
+    ),
+    f"below 2¹⁶, 2²⁴, 2³² | {', '.join(map(_power, BLOCK_CODES[ONE_BYTE + 1 :]))} |",
+    f"bytes of {_BYTES[FOURS]} or more at width 1 and of {_BYTES[TWOS]} or more at width 2.",
+    f"The centers are integers from 0 to {MAX_DIFFERENCE + 1:,}, in packed lines of {CENTERS_LINE} of them",
     f"A code is an integer of magnitude {MAX_CODE:,} or less",
-    f"Writers take ⌊{NARROW_LINE} / dim⌋ up to dim {NARROW_DIM}, else 1",
-    f"the parameter k of 0 to {MAX_SHIFT}, then bits",
+    f"up to dim {NARROW_DIM} those of ⌊{NARROW_LINE} / dim⌋ rows",
+    f"Their magnitudes are {MAX_DIFFERENCE:,} or less.",
     f"of {STEP_BITS} significant bits (the lowest {24 - STEP_BITS} bits of the float32 are 0)",
     f"at most {24 - int(SCALE_SPARE_BITS).bit_count()} significant bits: the lowest "
     f"{int(SCALE_SPARE_BITS).bit_count()} bits of the float32 are 0",

@@ -26,7 +26,7 @@ def store() -> Drawing:
     """The keys of a store as a tree."""
     rows = (
         (0, "store/", "a folder, or a prefix of a bucket", ""),
-        (1, "zarr.json", "says that this is a store, of format 1", ""),
+        (1, "zarr.json", "says that this is a store, of format 2", ""),
         (1, "writers/000003", "a run's claim: its right to write", ""),
         (1, "versions/", "", ""),
         (2, "000003-9f2c41d0.00000042/", "one version: claim 3, attempt 42", ""),

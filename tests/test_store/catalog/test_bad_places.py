@@ -139,7 +139,7 @@ def test_zarr_hierarchy_of_someone_else(tmp_path: Path, zarr_format: Any, kind: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "holds format 2; this release reads format 1: install a newer cnr-store"),
+        ({"format": 3}, "holds format 3; this release reads format 2: install a newer cnr-store"),
         ({"format": "1"}, "holds format '1'.*install a newer"),
         (None, "not sound JSON.*restore that object, or choose another URL"),
     ],

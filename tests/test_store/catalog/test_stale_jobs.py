@@ -179,22 +179,6 @@ def test_what_is_no_writer_stands_in_nobodys_way(jobs: Jobs, url: str, version: 
     assert visible(open_backend(url))[-2:] == jobs.outcome(process)
 
 
-def test_claims_of_older_releases_count(url: str) -> None:
-    backend = open_backend(url)
-    save_many(backend, [1])
-    trainer = Trainer(backend)
-    trainer.checkpointer.load()
-    backend.put("writers/000002-0123abcd", b'{"generation":2,"token":"0123abcd","base":null,"time":1.0}')
-    with pytest.raises(SupersededError, match="writer 000002-0123abcd claimed the store"):
-        trainer.save(2)
-    trainer.checkpointer.load()
-    assert trainer.save(2).startswith("000003-")
-    backend.put("writers/000003-0123abcd", b'{"generation":3,"token":"0123abcd","base":null,"time":1.0}')
-    with pytest.raises(SupersededError, match="superseded by 000003-0123abcd"):
-        trainer.save(3)
-    trainer.close()
-
-
 # Races
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import cnr_store
 from cnr_backends import open_backend
 from cnr_codecs import LatticeRows, Scheme
-from cnr_codecs.lattice.steps import block_sums, root_mean_square, values_of
+from cnr_codecs.lattice.steps import median_scale, scale_counts, values_of
 from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
@@ -122,7 +122,7 @@ def test_versions_give_back_the_codes_of_one_step(tmp_path: Path, policy: str) -
             version = job.save(checkpointer)
     for version, expected in job.expected.items():
         np.testing.assert_array_equal(held(tmp_path, version), expected)
-        assert {"lattice", "rice"} <= set(required(tmp_path, version))
+        assert {"lattice"} <= set(required(tmp_path, version))
     assert_reads(tmp_path, version, expected)
     steps = {step_of(recorded(tmp_path, each)[PATH]) for each in job.expected}
     assert policy == "full" or len(steps) == 1
@@ -139,7 +139,7 @@ def test_the_step_is_that_of_the_whole_table_and_outlives_processes(tmp_path: Pa
     job = Job(tmp_path, policy="consecutive")
     with job.checkpointer() as checkpointer:
         whole = job.save(checkpointer)
-        own = LatticeRows(0.1).step_of(root_mean_square(block_sums(job.weight.detach().numpy())))
+        own = LatticeRows(0.1).step_of(median_scale(scale_counts(job.weight.detach().numpy())))
         with torch.no_grad():
             job.weight[::2] *= 3
         checkpointer.touch("songs", np.arange(0, ROWS, 2))
@@ -194,7 +194,7 @@ def test_a_fold_requires_what_its_rows_do(tmp_path: Path) -> None:
     job = Job(tmp_path, {"id": "cnr_uniform", "bits": 8}, policy="consecutive")
     with job.checkpointer() as checkpointer:
         first = checkpointer.save(1).result().id
-    assert not {"lattice", "rice"} & set(required(tmp_path, first))
+    assert not {"lattice"} & set(required(tmp_path, first))
     other = Job(tmp_path, policy="consecutive")
     with other.checkpointer() as checkpointer:
         checkpointer.load()
@@ -202,7 +202,7 @@ def test_a_fold_requires_what_its_rows_do(tmp_path: Path) -> None:
         version = checkpointer.save(2).result().id
     before = held(tmp_path, version)
     cnr_store.compact(str(tmp_path), version)
-    assert {"lattice", "rice"} <= set(required(tmp_path, version, "folds"))
+    assert {"lattice"} <= set(required(tmp_path, version, "folds"))
     reader = ArrayReader(catalog := Catalog(open_backend(str(tmp_path))), _record(catalog, version), PATH)
     schemes = {segment.scheme for segment in reader.take(0, np.ones(ROWS, np.uint8))}
     assert schemes == {Scheme.ASYMMETRIC, Scheme.LATTICE}

@@ -247,9 +247,7 @@ def test_no_permission_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
 
 @pytest.mark.some_by_day(12)
 @pytest.mark.parametrize("store", sorted(STORES.iterdir()), ids=lambda store: store.name)
-def test_stores_of_older_releases_are_reported(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, store: Path
-) -> None:
+def test_golden_stores_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path, store: Path) -> None:
     shutil.unpack_archive(store / "store.zip", tmp_path / "store")
     assert cnr(capsys, "watch", str(tmp_path / "store"), "--once")[0] == 0
     found = read_figures(Catalog(open_backend(tmp_path / "store")))

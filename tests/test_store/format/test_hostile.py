@@ -34,7 +34,6 @@ from tests.test_store.support.tampering import (
     refused,
 )
 
-NO_DELTAS: list[Any] = [1, {}, [1], [["baseline"]], [["later", 1]], [["previous", -1]], [["previous", 1]] * 2]
 NO_OFFERS: list[Any] = [1, [], {}, {"baseline_bytes": 1, "previous_bytes": -1}]
 SUMS: dict[str, Any] = dict.fromkeys(("full_bytes", "deltas", "deltas_bytes", "first_bytes", "last_bytes"), 1)
 PAST: dict[str, Any] = {
@@ -84,8 +83,7 @@ NO_RANKS: list[Any] = [
         ("previous", [ABSENT, [], 5, "x"]),
         ("needs", [*NO_LIST, ["../x"]]),
         ("arrays", [*NO_OBJECT, {"../../x": {}}, {WEIGHT: []}]),
-        ("policy", [*NO_OBJECT, {"sizes_bytes": 5}, {"sizes_bytes": ["x"]}, {"full": 1}]),
-        ("policy", [{"sizes_bytes": [1, 2], "deltas": wrong} for wrong in NO_DELTAS]),
+        ("policy", [*NO_OBJECT, {"full": 1}]),
         ("policy", [{"offer": wrong} for wrong in NO_OFFERS]),
         ("policy", [{"past": wrong} for wrong in NO_PASTS]),
         ("policy", [{"whole": wrong} for wrong in NO_REASONS]),

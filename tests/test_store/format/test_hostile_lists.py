@@ -75,7 +75,6 @@ def test_lists_that_do_not_fit_the_record(forge_lists: Forge, exact: dict[str, J
         *(lambda forgery, value=value: put(forgery.cnr, "tables", value) for value in NO_OBJECT),
         *(lambda forgery, value=value: put(forgery.nodes[WEIGHT], "shape", value) for value in NO_SHAPE),
         *(lambda forgery, value=value: put(forgery.nodes[WEIGHT], "node_type", value) for value in NO_MEMBER),
-        lambda forgery: forgery.cnr["requires"].remove("compact-record"),
         lambda forgery: forgery.nodes.pop(WEIGHT),
         lambda forgery: forgery.nodes.update({"tables/emb/another": forgery.nodes[WEIGHT]}),
         lambda forgery: forgery.cnr["arrays"].update({WEIGHT: {}}),

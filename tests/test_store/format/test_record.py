@@ -138,8 +138,8 @@ def test_a_record_at_another_versions_key() -> None:
 
 def test_a_newer_format_or_feature_is_said_so() -> None:
     doc = json.loads(encode_record(RECORD))
-    doc["attributes"]["cnr"]["format"] = 2
-    with pytest.raises(FormatError, match="format 2; this release reads format 1"):
+    doc["attributes"]["cnr"]["format"] = 3
+    with pytest.raises(FormatError, match="holds format 3; this release reads format 2: install a newer"):
         decode_record(json.dumps(doc).encode(), VERSION)
     with pytest.raises(FormatError, match="requires telepathy: install a newer cnr-store"):
         decode_record(encode_record(replace(RECORD, requires=("telepathy",))), VERSION)

@@ -52,11 +52,11 @@ def test_the_message_says_where_and_is_short() -> None:
     ):
         prove_policy({"past": {"written": {"full_bytes": 1, "deltas": True}}})
     with pytest.raises(
-        ValueError, match=r"^policy: Expected `array` of length 2, got 1 - at `\$\.deltas\[1\]`"
+        ValueError, match=r"^policy: Expected `str`, got `int` - at `\$\.whole\[\.\.\.\]\.tables\[1\]`"
     ):
-        prove_policy({"sizes_bytes": [1, 2, 3], "deltas": [["baseline", 1], ["previous"]]})
+        prove_policy({"whole": {"why": {"count": 2, "tables": ["users", 1]}}})
     with pytest.raises(ValueError, match=r"^policy: .*\.\.\.$") as found:
-        prove_policy({"sizes_bytes": [1, 2], "deltas": [["x" * 100_000, 1]]})
+        prove_policy({"past": {"x" * 100_000: 1}})
     assert len(str(found.value)) < 300
 
 

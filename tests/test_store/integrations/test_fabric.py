@@ -204,29 +204,3 @@ def test_a_position_in_other_batches_is_refused(other: DataLoader[Any]) -> None:
     taken(first, 3)
     with pytest.raises(OptionError, match=r"its loader is .*'batches': 8"):
         reader(other).load_state_dict(first.state_dict())
-
-
-@pytest.mark.parametrize("stop", [0, 3, 8, 11, 16, 24])
-@pytest.mark.parametrize("kind", ["distributed", "stream", "persistent", "in order"])
-def test_a_position_of_before_the_loader_within_was_known(
-    kind: str, stop: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is taken if its epoch can only have had one order."""
-    make = LOADERS.get(kind, lambda: DataLoader(DATA, 5))
-    whole, first, second = taken(reader(make()), 32), reader(make()), reader(make())
-    taken(first, stop)
-    if stop == 16:
-        assert not list(first)  # which ends the epoch
-    state = {**first.state_dict(), "loader": {"kind": "iterable"}, "reused": False}
-    state.pop("sharding", None)
-    if stop == 11 and kind in ("distributed", "persistent"):
-        with pytest.raises(OptionError, match=r"in the middle of epoch 1, .* between two epochs"):
-            second.load_state_dict(state)
-        assert taken(second, 2) == whole[:2]
-        return
-    second.load_state_dict(state)
-    assert ("without their size" in caplog.text) == (stop not in (0, 16))
-    rest, expected = taken(second, 8 - stop % 8), whole[stop:][: 8 - stop % 8]
-    if kind == "persistent" and stop:  # new workers draw a number that those of before did not draw
-        rest, expected = ([sorted(torch.tensor(batches).flatten().tolist())] for batches in (rest, expected))
-    assert rest == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
 from cnr_store.integrations.lightning import CnrCheckpoint
-from cnr_store.integrations.lightning_state import TrainerState
 from tests.test_store.integrations.lightning_fit import BATCHES, EPOCHS, WARNINGS, Behind, Module, fit
 
 pytestmark = [
@@ -215,20 +213,6 @@ def test_callbacks_that_came_or_went_are_named(tmp_path: Path, caplog: pytest.Lo
     fit(tmp_path, CnrCheckpoint(url, 2, resume=True), KeepsAnother(1), max_epochs=1)
     assert "holds no state of KeepsAnother" in caplog.text
     assert "holds the state of Keeps, which this trainer lacks" in caplog.text
-
-
-def test_stores_without_the_state_of_callbacks_load(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = str(tmp_path / "store")
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainerState, "state_dict", lambda self: self._trainer.fit_loop.state_dict())
-        fit(tmp_path, CnrCheckpoint(url, 2), max_epochs=1)
-    with caplog.at_level(logging.INFO, "cnr_store"):
-        _, trainer = fit(tmp_path, CnrCheckpoint(url, 2, resume=True), Keeps(1), max_epochs=2)
-    assert trainer.global_step == BATCHES * 2
-    assert "saved before the state of callbacks was" in caplog.text
-    assert "holds no state of Keeps" in caplog.text
 
 
 @pytest.mark.some_by_day(4)

@@ -29,11 +29,12 @@ def test_a_pin_tells_its_reason_until_it_goes(backend: Backend) -> None:
     assert cnr_store.pin_reasons(backend) == {}
 
 
-def test_a_pin_without_a_reason_is_as_ever(backend: Backend) -> None:
+def test_a_pin_without_a_reason_gives_none(backend: Backend) -> None:
     save_many(backend, [1], full=[1])
     cnr_store.pin(backend, 1)
     [(key, _)] = backend.list_keys("pins")
-    assert json.loads(backend.get(key)).keys() == {"time"}
+    assert json.loads(backend.get(key))["reason"] is None
+    assert cnr_store.pin_reasons(backend.url) == {}
 
 
 @pytest.mark.parametrize("damage", ["altered", "swapped", "cut", "empty", "deep", "another"])

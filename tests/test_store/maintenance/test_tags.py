@@ -139,13 +139,6 @@ def test_a_tag_under_another_name_is_an_error(backend: Backend) -> None:
         cnr_store.tags(backend)
 
 
-def test_a_tag_of_an_older_release_is_read(backend: Backend) -> None:
-    made = save_many(backend, [1, 2])
-    backend.put("tags/best", f'{{"version":"{made[0]}","time":1760000000.5}}'.encode())
-    assert cnr_store.tags(backend) == {"best": made[0]}
-    assert cnr_store.state_dict(backend, "best").keys() == cnr_store.state_dict(backend, made[0]).keys()
-
-
 def remove_version(backend: Backend, version: str) -> None:
     for key, _ in list(backend.list_keys(f"versions/{version}")):
         backend.delete(key)

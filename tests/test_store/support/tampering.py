@@ -22,7 +22,6 @@ from cnr_backends import BackendError
 from cnr_codecs import CodecError
 from cnr_store import Checkpointer, CheckpointError, CorruptionError
 from cnr_store.format.entry_lists import unpack_entries
-from cnr_store.format.layout import COMPACT_RECORD
 from cnr_store.format.state import dumps
 
 ROWS, DIM = 3000, 16
@@ -69,8 +68,8 @@ class Forgery:
         self.state: Json = json.loads((self.version / "state/main.json").read_bytes())
         # With each entry by its path; `listed` leaves them as they are.
         if not listed:
-            self.cnr["arrays"] = unpack_entries(self.cnr["arrays"], self.cnr.pop("tables"), self.nodes)
-            self.cnr["requires"].remove(COMPACT_RECORD)
+            self.cnr["arrays"] = unpack_entries(self.cnr["arrays"], self.cnr["tables"], self.nodes)
+            self.cnr["tables"] = {name: [] for name in self.cnr["tables"]}
         self.manifest: Json = json.loads(zlib.decompress((self.version / "manifest").read_bytes()))
         self._texts: dict[str, str] = {}
 

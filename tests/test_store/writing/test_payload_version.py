@@ -1,8 +1,7 @@
-"""Versions require payloads of version 2 and hold these alone; a payload of a newer release is told as such."""
+"""Versions and folds hold payloads of version 3; a payload of a newer release is told as such."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +37,23 @@ def train(model: Table, optimizer: torch.optim.Optimizer, ids: list[int]) -> Non
     optimizer.step()
 
 
-def attributes(record: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(record.read_text())["attributes"]
-    return found
-
-
-def test_versions_and_folds_with_tables_require_version_2_and_hold_it(tmp_path: Path) -> None:
+def test_versions_and_folds_hold_version_3(tmp_path: Path) -> None:
     model = Table()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with cnr_store.Checkpointer(tmp_path, model, optimizer, policy="consecutive") as checkpointer:
         for step, ids in enumerate(([1, 2], [5, 30])):
             train(model, optimizer, ids)
             info = checkpointer.save(step).result()
-            cnr = attributes(tmp_path / "versions" / info.id / "zarr.json")["cnr"]
-            assert "payload-2" in cnr["requires"]
             backend, path = open_backend(tmp_path), layout.weight_path("users")
             shard = backend.get(layout.version_key(info.id, path, "c/0/0"))
             index = parse_index(shard[-(16 + 4) :], 1, len(shard))
             chunk = shard[: index.lengths[0]]
-            assert chunk[4] == 2
+            assert chunk[4] == 3
             seal = layout.seal(info.id, path, 0, 0)
             assert rows_written(chunk, seal=seal).tolist() == (ids if step else list(range(ROWS)))
     assert cnr_store.compact(tmp_path).outcome == "folded"
-    fold = attributes(tmp_path / "folds" / info.id / "zarr.json")["cnr_fold"]
-    assert "payload-2" in fold["requires"]
     (shard_file,) = (tmp_path / "folds" / info.id).glob("*/tables/users/weight/c/0/0")
-    assert shard_file.read_bytes()[4] == 2
-
-
-def test_a_version_of_dense_arrays_holds_no_payloads(tmp_path: Path) -> None:
-    info = cnr_store.save(tmp_path, nn.Linear(3, 3))
-    assert "payload-2" not in attributes(tmp_path / "versions" / info.id / "zarr.json")["cnr"]["requires"]
+    assert shard_file.read_bytes()[4] == 3
 
 
 class LaterRelease(LosslessRows):

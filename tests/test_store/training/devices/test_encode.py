@@ -199,13 +199,13 @@ def test_rows_that_are_not_next_to_each_other(codec: RowCodec) -> None:
 def test_step_of_a_whole_table_is_the_one_that_the_host_finds(
     element: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "SUM_ROWS", 30)
-    monkeypatch.setattr(steps, "SUM_ROWS", 30)
+    monkeypatch.setattr(encoding, "COUNTED_ROWS", 30)
+    monkeypatch.setattr(steps, "COUNTED_ROWS", 30)
     table = table_of(70, 9, 3, element)[:, 1:7]
     codec = LatticeRows(rms_step=0.25)
     assert can_encode(codec, table, True)
     assert not can_encode(codec, table, False)
-    wanted = codec.with_step(codec.step_of(steps.root_mean_square(steps.block_sums(on_host(table)))))
+    wanted = codec.with_step(codec.step_of(steps.median_scale(steps.scale_counts(on_host(table)))))
     assert encode(codec, table, None).codec == wanted
 
 

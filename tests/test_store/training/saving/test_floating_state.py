@@ -107,7 +107,7 @@ def test_versions_give_back_the_codes(tmp_path: Path, policy: str, options: dict
     model, optimizer, expected = saved(tmp_path, policy, **options)
     for version, values in expected.items():
         np.testing.assert_array_equal(held(tmp_path, version), values)
-        assert {"floating", "lattice", "rice"} <= requires(tmp_path, version)
+        assert {"floating", "lattice"} <= requires(tmp_path, version)
     relative = {"relative": True} if options else {}
     assert dict(entry_of(tmp_path, version).codec) == {"id": "cnr_floating", "mantissa_bits": 3, **relative}
     if options:
@@ -125,7 +125,7 @@ def test_versions_give_back_the_codes(tmp_path: Path, policy: str, options: dict
     cnr_store.compact(str(tmp_path), version)
     np.testing.assert_array_equal(held(tmp_path, version), values)
     if entry_of(tmp_path, version).base is not None:
-        assert {"floating", "lattice", "rice"} <= requires(tmp_path, version, "folds")
+        assert {"floating", "lattice"} <= requires(tmp_path, version, "folds")
 
 
 def test_all_slots_of_adam_and_one_number_a_row_gain(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.policies.policy import PolicyName
-from tests.test_store.golden.golden_jobs import JOBS
-from tests.test_store.golden.golden_values import Golden
 
 MAX_CHAIN = 8
 
@@ -97,29 +94,3 @@ def test_a_save_asks_the_storage_for_as_much_among_many_versions(options: dict[s
     for needs, found in by_needs.items():
         if needs < MAX_CHAIN:  # else it was folded, which reads the chain
             assert found[-1] == found[0], needs
-
-
-@pytest.mark.parametrize("name", ["consecutive", "auto", "intermittent", "one-shot"])
-def test_a_store_whose_records_list_every_size_goes_on(name: PolicyName, tmp_path: Path) -> None:
-    golden = Golden(name, tmp_path)
-    newest = golden.versions[-1]
-    catalog = Catalog(open_backend(golden.url))
-    record = catalog.record(newest["info"]["id"])
-    listed = record.policy["sizes_bytes"]
-    assert listed
-    job = JOBS[newest["job"]](2)
-    with Checkpointer(
-        golden.url, job.model, job.optimizers, state=job.objects, policy=name, rng=newest["rng"] is not None
-    ) as checkpointer:
-        checkpointer.load()
-        info = checkpointer.save(10_000).result()
-    past = Catalog(open_backend(golden.url)).record(info.id).policy["past"]
-    deltas = [] if record.kind == "baseline" else [*listed[1:], record.shared_bytes]
-    full = record.shared_bytes if record.kind == "baseline" else listed[0]
-    assert past["written"] == {
-        "full_bytes": full,
-        "deltas": len(deltas),
-        "deltas_bytes": sum(deltas),
-        "first_bytes": (deltas or [0])[0],
-        "last_bytes": (deltas or [0])[-1],
-    }
