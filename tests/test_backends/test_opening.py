@@ -211,6 +211,7 @@ def test_pickled_memory_opens_in_its_own_process_alone() -> None:
     assert b"memory of process" in child.stderr
 
 
+@pytest.mark.slow
 def test_reads_nested_in_reads_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """More chunks than any pool has threads, each read through a second store whose reads are synchronous."""
     inner = _store(tmp_path)

@@ -86,6 +86,7 @@ def test_windows_take_the_rows_that_are_asked_for(
     assert (wide[:, margin + 5 :] == 9).all()
 
 
+@pytest.mark.slow
 @given(
     element=st.sampled_from(["float32", "float16", "bfloat16"]),
     codec=st.builds(UniformRows, st.sampled_from(["symmetric", "asymmetric"]), st.integers(1, 8)),

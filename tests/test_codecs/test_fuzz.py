@@ -17,7 +17,7 @@ PROGRAM = "tests.test_codecs.fuzz_payloads"
 
 @pytest.mark.slow
 def test_spoiled_payloads_decode_or_are_refused() -> None:
-    check_spoiled(PAYLOADS if NIGHT else PAYLOADS // 4, 20261121)
+    check_spoiled(PAYLOADS if NIGHT else PAYLOADS // 8, 20261121)
 
 
 @pytest.mark.nightly

@@ -59,6 +59,7 @@ def kernel_cuts(ordered: Rows, clusters: int, exact: bool, width: int | None = N
     return cuts
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(ROW_MAKERS, most_rows=40), bits=st.integers(1, 5), margin=st.integers(0, 5))
 @settings(deadline=None, max_examples=200)
 def test_clusters_equal_the_reference(values: Rows, bits: int, margin: int) -> None:

@@ -114,6 +114,7 @@ def test_taken_rows_decode_to_the_same_bits(data: st.DataObject, element: str) -
     np.testing.assert_array_equal(present_rows(moved), np.flatnonzero(need & ~left))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(data=st.data(), element=st.sampled_from([each.name for each in ELEMENTS] + 9 * list(FLOATS)))
 def test_merged_segments_decode_to_the_same_bits(data: st.DataObject, element: str) -> None:

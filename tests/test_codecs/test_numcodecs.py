@@ -133,6 +133,7 @@ def test_rows_of_nan_are_stored() -> None:
     assert decoded.tobytes() == values.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [UniformCodec("symmetric", 1), RowsCodec()])
 def test_large_arrays_round_trip_but_small_payloads_do_not_grow_large(codec: Codec) -> None:
     values = np.ones((1 << 15, 600), np.float32)

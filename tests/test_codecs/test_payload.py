@@ -171,6 +171,7 @@ def test_a_payload_may_hold_no_rows() -> None:
         assert decode(data)[1] == 0
 
 
+@pytest.mark.slow
 def test_a_payload_has_at_most_1024_segments() -> None:
     def segments(count: int) -> list[Segment]:
         nothing, codes = np.empty((0, 1), np.float32), np.empty((1, 0), np.uint8)
@@ -229,6 +230,7 @@ def mixed_payload(scheme: Any, bits: int, dim: int) -> bytes:
     return codec.encode_rows(values, offsets, 64, element="float32")
 
 
+@pytest.mark.slow
 @given(
     scheme=st.sampled_from(["symmetric", "asymmetric", "row", "block"]),
     bits=st.sampled_from([1, 3, 4, 8]),
@@ -330,6 +332,7 @@ def test_no_flipped_bit_of_the_head_goes_unnoticed(scheme: Any, bits: int) -> No
                 read(bytes(flipped))
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_the_bodies_leave_the_rows_as_they_are() -> None:
     data = mixed_payload("asymmetric", 4, 3)
     rows = present_rows(parse(data))

@@ -71,6 +71,7 @@ HALF_BITS = st.integers(0, 0xFFFF) | st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(parameters=st.lists(st.tuples(HALF_BITS, HALF_BITS), min_size=1, max_size=40))
 @settings(deadline=None, max_examples=300)
 def test_float16_parameters_are_refused_by_the_same_rule(parameters: Any) -> None:

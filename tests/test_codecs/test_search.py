@@ -37,6 +37,7 @@ def in_element(values: Rows, element: str) -> Rows:
         return values.astype(np.float16 if element == "float16" else np.float32)
 
 
+@pytest.mark.slow
 @given(
     values=adversarial_rows(),
     scheme=SCHEMES,
@@ -61,6 +62,7 @@ def test_parameters_equal_the_reference(
     assert not (seen & expected.raw).any()
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, kernels.LANES),
     dim=st.integers(1, 40),

@@ -35,6 +35,7 @@ class WithoutChunks:
         self.bytes_per_row, self.encode_rows = codec.bytes_per_row, codec.encode_rows
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(min_rows=0), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=300)
 def test_codes_and_values_equal_the_reference(values: Rows, scheme: SchemeName, bits: int) -> None:
@@ -75,6 +76,7 @@ def test_extremes_equal_the_reference_and_tell_rows_that_are_not_finite(values: 
         np.testing.assert_array_equal(np.stack([low[finite], high[finite]]).view(np.uint32), expected)
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(), scheme=st.sampled_from(["symmetric", "asymmetric"]), bits=BITS)
 @settings(deadline=None, max_examples=300)
 def test_errors_stay_within_half_a_step_and_three_roundings(
@@ -91,6 +93,7 @@ def test_errors_stay_within_half_a_step_and_three_roundings(
         assert (error <= bound[:, None]).all()
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=200)
 def test_raw_rows_are_exact_and_hold_every_row_that_is_not_finite(
@@ -126,6 +129,7 @@ def test_a_row_decodes_alike_whatever_it_is_encoded_with(
     np.testing.assert_array_equal(apart.view(np.uint32), together[chosen].view(np.uint32))
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS, data=st.data())
 @settings(deadline=None, max_examples=200)
 def test_chunks_encoded_together_are_those_encoded_one_by_one(

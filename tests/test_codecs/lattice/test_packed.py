@@ -60,6 +60,7 @@ def test_limits_of_each_width(most: int, line: int) -> None:
     np.testing.assert_array_equal(decoded(parsed(data, len(values), line), len(values)), values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [1, 3, 32])
 def test_blocks_are_decoded_one_by_one(line: int) -> None:
     values = np.random.default_rng(1).integers(-40, 40, 2 * BLOCK_CODES[3] + 5).astype(np.int32)
@@ -185,6 +186,7 @@ def test_damaged_blocks_are_refused_or_decode_to_as_many_codes() -> None:
     )  # most damage to a frame without a checksum is other codes, which the segment's checksum finds
 
 
+@pytest.mark.slow
 @given(data=st.data(), rows=st.one_of(st.integers(1, 80), st.integers(65530, 65545), st.just(3_000_000)))
 @settings(max_examples=histories(150))
 def test_row_sets_are_packed_where_that_takes_fewer_bytes(data: st.DataObject, rows: int) -> None:

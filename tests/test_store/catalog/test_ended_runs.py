@@ -203,6 +203,7 @@ def test_a_job_that_has_loaded_outlives_the_end_of_the_run_before(jobs: Jobs, ur
     assert visible(open_backend(url))[-2:] == jobs.outcome(process)
 
 
+@pytest.mark.slow
 def test_a_live_job_that_is_ended_saves_no_more(jobs: Jobs, url: str) -> None:
     process, _ = jobs.run("train", url, stop="saved", saves=2)
     cnr_store.gc(url, end_run=True)

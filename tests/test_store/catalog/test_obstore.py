@@ -52,6 +52,7 @@ def _s3(server: S3Server) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_what_was_saved_comes_back(store: Store) -> None:
     model, optimizers = make_model("adagrad", seed=1)
     saved = []

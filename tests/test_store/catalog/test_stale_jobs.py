@@ -163,6 +163,7 @@ def test_a_job_that_still_saves_is_not_taken_over_unawares(jobs: Jobs, url: str)
     trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["latest", 1])
 def test_what_is_no_writer_stands_in_nobodys_way(jobs: Jobs, url: str, version: str | int) -> None:
     """Folds, pins, collections and crashed attempts come between the load and the save."""

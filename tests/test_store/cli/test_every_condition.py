@@ -382,6 +382,7 @@ def _shown(arguments: Sequence[str]) -> tuple[int, str]:
         return status, kept.getvalue().decode("ascii")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, at_night(80)])
 def test_help_cuts_no_name_of_an_option(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -118,6 +118,7 @@ def test_ls_and_info_mark_what_cannot_be_restored(capsys: pytest.CaptureFixture[
     assert json.loads(cnr(capsys, "info", url, saved.ids[0], "--json")[1])["lost"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_ls_lists_the_rest_beside_a_damaged_record(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, number: int

@@ -100,6 +100,7 @@ def test_fields_of_the_record(forge: Forge, exact: dict[str, Json], field: str, 
         refused(forgery, exact, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["step", "time", "restores", "bytes"])
 def test_numbers_that_overflow(forge: Forge, exact: dict[str, Json], field: str) -> None:
     for text in ("1e400", "-1e400", "9" * 5000):

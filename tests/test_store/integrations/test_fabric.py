@@ -159,6 +159,7 @@ def taken(batches: TrackedReader[Any], count: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 8, 11, 19, 24])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_reader_of_a_loader_that_fabric_set_up_goes_on_in_the_epochs_own_order(

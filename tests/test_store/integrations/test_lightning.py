@@ -67,6 +67,7 @@ class SavedBatches(Behind):
             self.found.setdefault(version.step, trainer.fit_loop.batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_at", [5, 8, 11])
 def test_a_resumed_fit_ends_as_one_that_was_never_stopped(tmp_path: Path, dies_at: int) -> None:
     url = str(tmp_path / "store")

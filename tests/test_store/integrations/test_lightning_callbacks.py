@@ -84,6 +84,7 @@ def assert_same(one: Module, other: Module) -> None:
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize(("every", "dies_at"), [(1, 5), (1, 11), (1, 17), (8, 10), (8, 18)])
 @pytest.mark.parametrize("kind", AVERAGING)

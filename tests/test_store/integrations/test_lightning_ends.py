@@ -136,6 +136,7 @@ class Measured(Module):
         self.log("loss", 1.0 / (1 + self.trainer.global_step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
 @pytest.mark.parametrize(
     ("step", "options"),

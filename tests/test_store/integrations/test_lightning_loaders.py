@@ -84,6 +84,7 @@ def test_a_loader_with_its_own_state_repeats_no_order_in_programs_that_seed_them
     assert len(set(orders)) == len(orders)
 
 
+@pytest.mark.slow
 def test_loaders_are_made_with_the_numbers_that_the_program_has_set(tmp_path: Path) -> None:
     class Splits(Module):
         def train_dataloader(self) -> Any:

@@ -222,6 +222,7 @@ def test_a_finder_of_learning_rates_does_not_hinder_a_resume(tmp_path: Path) -> 
     assert [version.step for version in cnr_store.versions(url)] == [BATCHES, 2 * BATCHES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [5, 6, 13])
 def test_random_numbers_go_on_though_the_iterator_of_the_validation_draws(tmp_path: Path, stop: int) -> None:
     validation = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)  # which draws from the global ones

@@ -84,6 +84,7 @@ class WarmsUp(Module):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [BATCHES + 3, 2 * BATCHES + 3])
 def test_averaging_in_the_place_of_a_scheduler_goes_on(tmp_path: Path, stop: int) -> None:
     def run(*callbacks: Callback) -> Module:

@@ -161,6 +161,7 @@ def test_a_failed_save_names_the_one_version_that_can_go(tmp_path: Path) -> None
         trainer.save(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", [False, True])
 def test_the_command_that_a_failed_save_names_makes_room(tmp_path: Path, imports: bool) -> None:
     disk = FullFolder(tmp_path / "a store")

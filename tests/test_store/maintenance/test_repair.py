@@ -84,6 +84,7 @@ def check_repaired(folder: Path) -> cnr_store.RepairReport:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(7)
 @pytest.mark.parametrize(
     ("damage", "path"), [*((damage, WEIGHT) for damage in DAMAGES), ("codes flipped", SLOT)]
@@ -95,6 +96,7 @@ def test_damaged_delta(saved: SavedStore, tmp_path: Path, damage: str, path: str
     assert done.damaged == ("emb" if path == WEIGHT else "emb/sum",)
 
 
+@pytest.mark.slow
 def test_lost_manifest_in_the_middle(consecutive: SavedStore, tmp_path: Path) -> None:
     folder = consecutive.copy(tmp_path / "store")
     (folder / "versions" / consecutive.ids[2] / "manifest").unlink()

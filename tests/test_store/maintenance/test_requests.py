@@ -35,6 +35,7 @@ def each_takes(act: Callable[[Backend, int], object], versions: Callable[[int], 
     return {name: each for name, each in grown.items() if each}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", [read_store, read_figures])
 def test_a_look_reads_each_record_once(look: Callable[[Catalog], object]) -> None:
     assert each_takes(lambda backend, _: look(Catalog(backend)), lambda count: count) == {"get": 1}

@@ -73,6 +73,7 @@ def test_damaged_object_of_another_kind(saved: SavedStore, tmp_path: Path, name:
         assert finding.row_count >= 2 * entry_rows  # of the table, and of its optimizer state
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("number", [0, 1])

@@ -134,6 +134,7 @@ CUTS: dict[str, Callable[[TableKind, int], Cut]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("share", [1.0, 0.02], ids=["all rows", "few rows"])
 @pytest.mark.parametrize("name", CUTS)
@@ -162,6 +163,7 @@ def test_no_rank_writes_far_more_than_the_mean(
     assert 4 * max(written.values()) <= MOST_WRITTEN * sum(written.values())
 
 
+@pytest.mark.slow
 def test_rows_travel_encoded_where_ranks_share_a_chunk(quick: str) -> None:
     random = np.random.default_rng(0)
     cuts = {kind.name: CUTS["row-wise"](kind, 0) for kind in KINDS}

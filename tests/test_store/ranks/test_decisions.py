@@ -81,6 +81,7 @@ def test_an_absent_rank_is_named(world: int, absent: int) -> None:
     assert deciding(ranks)[0]["order"] == [*range(world)]
 
 
+@pytest.mark.slow
 def test_those_who_came_are_named_too() -> None:
     _, ranks = group(4)
     text = same_errors(deciding([ranks[0], ranks[1]]))
@@ -213,6 +214,7 @@ def test_what_rank_0_asks_does_not_grow_with_the_ranks() -> None:
     assert keys.requests - before <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(1)
 @pytest.mark.parametrize("absent", [1, 0])
 def test_a_rank_that_missed_a_call_is_not_behind_for_ever(absent: int) -> None:

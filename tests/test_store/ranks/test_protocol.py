@@ -135,6 +135,7 @@ def test_a_silent_leader_is_given_up(stopped: Stopped, phase: str) -> None:
         assert each is None or each[0] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("silent", "phase"), [each for each in STOPS if each[0] != 0])
 def test_a_silent_rank_is_named_with_its_last_phase(stopped: Stopped, silent: int, phase: str) -> None:
     shown = "begin" if phase == "announce" else phase

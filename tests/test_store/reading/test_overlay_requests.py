@@ -79,6 +79,7 @@ def test_ten_rows_take_one_chunk_of_each_link_and_one_index_of_each_shard(
     assert counts.keys() <= {"get_range", "get_suffix"}
 
 
+@pytest.mark.slow
 def test_deltas_that_were_read_are_not_fetched_for_the_rows_beside(
     huge: tuple[Huge, CountingBackend],
 ) -> None:

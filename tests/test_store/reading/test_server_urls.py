@@ -63,6 +63,7 @@ def test_clients_that_rewrite_urls_read_every_array(url: str, store: tuple[Path,
         assert (values_of(alone, name) == number).all(), path
 
 
+@pytest.mark.slow
 def test_every_spelling_of_a_key_is_answered(url: str, store: tuple[Path, dict[str, int]]) -> None:
     port = int(url.rpartition(":")[2])
     for path, number in store[1].items():

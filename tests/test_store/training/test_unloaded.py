@@ -38,6 +38,7 @@ def test_a_save_is_refused_until_a_version_was_loaded(tmp_path: Path, options: d
         assert_newest(tmp_path, model)
 
 
+@pytest.mark.slow
 def test_of_a_load_of_weights_alone_a_save_goes_on(tmp_path: Path) -> None:
     with lasting_store(tmp_path):
         with Checkpointer(tmp_path, make_model(3), unloaded="raise") as checkpointer:

@@ -136,6 +136,7 @@ def _assert_zarr_alone_reads(url: Path, expected: list[dict[str, Array]]) -> int
     return partial
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive"])
 @pytest.mark.parametrize("name", CODECS)

@@ -26,6 +26,7 @@ def save(job: SmallJob, step: int, rank: int) -> PendingSave:
     return job.checkpointers[rank].save(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_away", "victim"), [(True, 0), (True, 2), (False, 2)])
 def test_all_ranks_go_on(
     is_away: bool, victim: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

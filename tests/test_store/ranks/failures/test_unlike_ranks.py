@@ -36,6 +36,7 @@ def test_parameters_that_are_no_replicas_are_not_saved(found: list[dict[str, Any
         assert "parameter 'emb.weight' has other values on rank 1 than on rank 0" in each["other values"]
 
 
+@pytest.mark.slow
 def test_optimizer_state_of_ranks_that_step_apart_is_not_saved(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["other state"].startswith("SaveError")

@@ -199,6 +199,7 @@ def bits(arrays: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: value.numpy().tobytes() for name, value in arrays.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("c", "t"), ("r", "c"), ("q", "c")])
 def test_numbers_a_row_of_other_column_shards_are_refused_or_left_out(
     url: str, before: str, after: str

@@ -328,6 +328,7 @@ def _remove(store: Store, version: str) -> None:
             backend.delete(f"{layout.WRITERS}/{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("at", [3, 8, 12])
 def test_a_version_that_is_removed_while_it_is_read_is_no_damage(

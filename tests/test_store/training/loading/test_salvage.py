@@ -73,6 +73,7 @@ def test_rows_of_a_damaged_delta_have_the_value_before_it(
     check_salvaged(saved, folder, older=-2, names=("emb" if path == WEIGHT else "emb/sum",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_rows_of_a_damaged_link_in_the_middle(tmp_path: Path, damage: str, consecutive: SavedStore) -> None:
     folder = consecutive.copy(tmp_path / "store")
@@ -99,6 +100,7 @@ def test_only_rows_of_the_damaged_chunk_are_salvaged(saved: SavedStore, tmp_path
     assert set(chunk) <= set(shard)
 
 
+@pytest.mark.slow
 def test_just_the_rows_of_a_chunk_whose_row_sets_are_proven(saved: SavedStore, tmp_path: Path) -> None:
     """Payloads prove their row sets apart from their codes, so no other row is named."""
     folder, version = saved.copy(tmp_path / "store"), saved.ids[-1]

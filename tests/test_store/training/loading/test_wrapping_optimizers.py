@@ -286,6 +286,7 @@ def test_state_by_addresses_is_refused(tmp_path: Path) -> None:
         checkpointer.save(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [
@@ -315,6 +316,7 @@ def test_two_optimizers_of_one_table(tmp_path: Path, kind: Any, policy: str) -> 
     assert slots_of(tmp_path) == {"weight", *slots}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumes", [False, True])
 def test_state_keeps_its_name_when_another_optimizer_gets_some(tmp_path: Path, resumes: bool) -> None:
     def make(model: nn.ModuleDict) -> list[Optimizer]:

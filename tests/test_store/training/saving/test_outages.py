@@ -357,6 +357,7 @@ def test_a_preempted_save_has_the_rows_of_one_that_an_outage_cost(tmp_path: Path
     assert_newest(tmp_path, job.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", ["for the save before", "for itself", "in close"])
 def test_an_interrupt_ends_the_wait(wait: str, tmp_path: Path) -> None:
     """Ctrl-C while training waits for storage."""
@@ -404,6 +405,7 @@ def test_a_load_waits_for_the_save_before_it(clock: Clock) -> None:
 # Any history
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     st.lists(

@@ -216,6 +216,7 @@ def test_max_norm_can_not_be_tracked_without_leaving_the_graph() -> None:
         job.looked_up(1, 2)
 
 
+@pytest.mark.slow
 def test_exported_programs_are_free_of_hooks() -> None:
     job = Job()
     program = torch.export.export(job.net, (torch.tensor([1, 2]),))
