@@ -199,6 +199,7 @@ def test_the_store_can_be_pickled_and_closed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(zarr.open_array(store)[:], np.arange(64))
 
 
+@pytest.mark.slow
 def test_pickled_memory_opens_in_its_own_process_alone() -> None:
     backend = open_backend(f"memory://{uuid.uuid4().hex}")
     backend.put("name", b"value")

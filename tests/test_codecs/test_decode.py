@@ -61,6 +61,7 @@ PAYLOADS = {element: mixed_payload(element) for element in ("float32", "float16"
 PAYLOADS |= {f"run of {bits} bits": run_payload(bits) for bits in (1, 2, 4, 8)}
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(sorted(PAYLOADS)),
     first_row=st.integers(-50, 50),

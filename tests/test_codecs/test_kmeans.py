@@ -78,6 +78,7 @@ def test_clusters_equal_the_reference(values: Rows, bits: int, margin: int) -> N
             np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE, most_rows=40), bits=st.integers(1, 8), group=GROUPS)
 @settings(deadline=None, max_examples=200)
 def test_codes_name_the_nearest_stored_centroid(values: Rows, bits: int, group: GroupName) -> None:
@@ -155,6 +156,7 @@ def test_rows_of_few_values_are_exact() -> None:
     np.testing.assert_array_equal(decode(encode(KMeansRows(3), values[:, :24])), values[:, :24])
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(ROW_MAKERS | NOT_FINITE, most_rows=40), bits=st.integers(1, 6), data=st.data())
 @settings(deadline=None)
 def test_with_a_codebook_each_a_row_decodes_alike_whatever_it_is_encoded_with(

@@ -98,6 +98,7 @@ def rebuilt(segments: Sequence[Segment], rows: int, dim: int, element: str, seal
     return parse(build_payload(rows, dim, BY_NAME[element], segments, seal))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), element=st.sampled_from([each.name for each in ELEMENTS] + 9 * list(FLOATS)))
 def test_taken_rows_decode_to_the_same_bits(data: st.DataObject, element: str) -> None:

@@ -25,6 +25,7 @@ def plain_of(data: bytes, max_bytes: int = ROOM, out: Rows | None = None) -> npt
     return decode_plain(np.frombuffer(data, np.uint8), max_bytes, out)
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS)
 @settings(deadline=None, max_examples=200)
 def test_plain_payloads_decode_to_the_same_bits(values: Rows, scheme: SchemeName, bits: int) -> None:
@@ -91,6 +92,7 @@ WIDE_BITS = st.integers(0, 0xFFFFFFFF) | st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(
     parameters=st.lists(st.tuples(WIDE_BITS, WIDE_BITS), min_size=1, max_size=4),
     bits=BITS,

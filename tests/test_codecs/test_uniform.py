@@ -49,6 +49,7 @@ def test_codes_and_values_equal_the_reference(values: Rows, scheme: SchemeName, 
         np.testing.assert_array_equal(decoded[rows].view(np.uint32), expected.view(np.uint32))
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(), bits=BITS, bins=st.integers(2, 60), data=st.data())
 @settings(deadline=None, max_examples=200)
 def test_greedy_walk_equals_the_reference(values: Rows, bits: int, bins: int, data: st.DataObject) -> None:
@@ -117,6 +118,7 @@ def test_constant_rows_are_exact(values: Rows, bits: int) -> None:
     np.testing.assert_array_equal(decoded, values)
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(), scheme=SCHEMES, bits=BITS, data=st.data())
 @settings(deadline=None)
 def test_a_row_decodes_alike_whatever_it_is_encoded_with(
@@ -186,6 +188,7 @@ def test_chunks_are_checked_as_one_is() -> None:
             )
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(), bits=BITS)
 @settings(deadline=None, max_examples=200)
 def test_asymmetric_parameters_cover_the_range_and_widen_it_little(values: Rows, bits: int) -> None:

@@ -44,6 +44,7 @@ def squares(rows: int, dim: int, seed: int = 0, zeros: float = 0.2) -> Rows:
     return values.astype(np.float32)
 
 
+@pytest.mark.slow
 @given(values=adversarial_rows(min_rows=0), mantissa=MANTISSAS, element=FLOATS)
 @settings(deadline=None, max_examples=histories(300))
 def test_rows_equal_the_reference_and_are_within_their_share(

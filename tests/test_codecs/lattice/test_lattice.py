@@ -300,6 +300,7 @@ def test_integers_are_no_rows_of_a_lattice() -> None:
         LatticeRows().encode_rows(np.zeros((2, 2), np.int32), None, 2, element="int32")
 
 
+@pytest.mark.slow
 @given(data=st.data(), element=FLOATS)
 @settings(deadline=None, max_examples=histories(80))
 def test_moved_rows_keep_their_codes(data: st.DataObject, element: str) -> None:

@@ -100,6 +100,7 @@ def compose(
     return out
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 1 << 32),
     rows=st.sampled_from([1, 7, 300, 5000]),

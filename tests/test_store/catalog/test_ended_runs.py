@@ -67,6 +67,7 @@ def cnr(*arguments: str) -> int:
 # Closed
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_for_a_run_that_closed(url: str) -> None:
     """A finished run is folded; then what lies beneath the fold may go."""
     backend = open_backend(url)

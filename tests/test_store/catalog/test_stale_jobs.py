@@ -87,6 +87,7 @@ def test_a_stopped_job_that_wakes_changes_nothing(jobs: Jobs, url: str, moment: 
     check_exact(backend, {**contents(backend), **expected})
 
 
+@pytest.mark.slow
 def test_a_stale_job_is_told_and_may_take_over_by_a_load(jobs: Jobs, url: str) -> None:
     backend = open_backend(url)
     jobs.run("train", url, saves=2)
@@ -107,6 +108,7 @@ def test_a_stale_job_is_told_and_may_take_over_by_a_load(jobs: Jobs, url: str) -
     trainer.close()
 
 
+@pytest.mark.slow
 def test_one_load_and_one_save_go_by_what_the_load_saw(jobs: Jobs, url: str) -> None:
     backend = open_backend(url)
     jobs.run("train", url, saves=2)
@@ -129,6 +131,7 @@ def test_one_save_after_another_goes_by_the_first(jobs: Jobs, url: str) -> None:
     assert objects(backend) == before
 
 
+@pytest.mark.slow
 def test_one_save_after_a_version_that_is_named(jobs: Jobs, url: str) -> None:
     model, optimizers = make_model("adagrad", 1)
     first = cnr_store.save(url, model, optimizers, 1)

@@ -361,6 +361,7 @@ def test_follow_diff_and_export_compose(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(rows), job.expected[versions[3]][ids])
 
 
+@pytest.mark.slow
 def test_parts_of_a_version_are_loaded_and_saved_over(tmp_path: Path) -> None:
     job, versions = chain_of(tmp_path)
     changed = np.flatnonzero((job.expected[versions[0]] != job.expected[versions[3]]).any(axis=1))
@@ -418,6 +419,7 @@ def test_retention_keeps_what_relative_rows_need(tmp_path: Path) -> None:
     no_findings(tmp_path)
 
 
+@pytest.mark.slow
 def test_checkpointers_of_other_options_go_on(tmp_path: Path) -> None:
     """A codec without steps ends the chain's step, so that rows are relative again above the next whole table."""
     job, _ = chain_of(tmp_path)

@@ -225,6 +225,7 @@ def test_where_no_store_is_there_is_nothing_to_list(
         assert "holds no store: check the URL" in err
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_is_one_line_and_status_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, store: str
 ) -> None:

@@ -264,6 +264,7 @@ def test_a_store_without_tables_has_a_report(capsys: pytest.CaptureFixture[str],
     assert "changed rows" not in cnr(capsys, "watch", url, "--once")[1]
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_told_and_the_rest_shown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_verify_tells_a_sound_store_from_a_damaged_one(
     assert doc["problems"]
 
 
+@pytest.mark.slow
 def test_verify_names_the_next_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = SavedStore(tmp_path / "store", "consecutive", versions=3)
     url = str(saved.folder)
@@ -68,6 +69,7 @@ def test_verify_has_a_status_of_its_own_for_what_may_be_lost(
     assert out.startswith("suspicious: ")
 
 
+@pytest.mark.slow
 def test_repair_shows_what_is_lost_and_asks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = SavedStore(tmp_path / "store", "consecutive", versions=2)
     url = str(saved.folder)
@@ -104,6 +106,7 @@ def test_repair_on_a_terminal(
     assert (status, len(cnr_store.versions(saved.folder))) == ((0, 3) if answer == "y" else (1, 2))
 
 
+@pytest.mark.slow
 def test_ls_and_info_mark_what_cannot_be_restored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = SavedStore(tmp_path / "store", "consecutive", versions=4)
     url, lost = str(saved.folder), saved.folder / "versions" / saved.ids[1] / "zarr.json"
@@ -140,6 +143,7 @@ def test_ls_lists_the_rest_beside_a_damaged_record(
     ]
 
 
+@pytest.mark.slow
 def test_a_fold_stands_for_a_lost_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = SavedStore(tmp_path / "store", "consecutive", versions=4)
     url = str(saved.folder)

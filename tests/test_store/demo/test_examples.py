@@ -57,6 +57,7 @@ def test_the_notebook_reads_a_store_in_every_way(tmp_path: Path) -> None:
     assert done.stdout.endswith("state_dict ['users.weight'] norm True\n")
 
 
+@pytest.mark.slow
 def test_plain_torch_goes_on_where_it_stopped(tmp_path: Path) -> None:
     url, main = str(tmp_path / "store"), example("plain_torch").main
     assert main(url, 30) == 0

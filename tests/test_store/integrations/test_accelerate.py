@@ -22,6 +22,7 @@ def setup(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]
     return prepared
 
 
+@pytest.mark.slow
 def test_what_accelerate_prepares_is_stored_as_without_it(tmp_path: Path) -> None:
     check_wrapped(tmp_path, setup)
 

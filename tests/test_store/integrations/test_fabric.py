@@ -34,6 +34,7 @@ def setup(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]
     return wrapped
 
 
+@pytest.mark.slow
 def test_what_fabric_wraps_is_stored_as_without_it(tmp_path: Path) -> None:
     check_wrapped(tmp_path, setup)
 

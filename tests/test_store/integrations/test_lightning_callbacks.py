@@ -96,6 +96,7 @@ def test_averages_go_on_bit_for_bit(tmp_path: Path, kind: str, every: int, dies_
     assert_same(expected, module)
 
 
+@pytest.mark.slow
 def test_early_stopping_goes_on(tmp_path: Path) -> None:
     def make() -> list[Callback]:
         return [EarlyStopping("loss", patience=2, min_delta=1e9, check_on_train_epoch_end=True)]
@@ -216,6 +217,7 @@ def test_callbacks_that_came_or_went_are_named(tmp_path: Path, caplog: pytest.Lo
     assert "holds the state of Keeps, which this trainer lacks" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("every", [4, 7])

@@ -146,6 +146,7 @@ class Draws(Callback):
         self.seen.append(torch.rand(1).item())
 
 
+@pytest.mark.slow
 def test_random_numbers_go_on_behind_an_epoch_whose_save_draws_some(tmp_path: Path) -> None:
     whole, first, second = Draws(), Draws(), Draws()
     for draws, url, last in ((whole, "whole", 0), (first, "parts", BATCHES + 1), (second, "parts", 0)):
@@ -236,6 +237,7 @@ class Clears(Module):
         self.trainer.optimizers[0].state.clear()
 
 
+@pytest.mark.slow
 def test_rates_that_a_fit_begins_with_are_those_of_the_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -105,6 +105,7 @@ def test_what_the_modules_own_hooks_change_is_saved(tmp_path: Path, hook: str) -
     assert_equal(resumed, last)
 
 
+@pytest.mark.slow
 def test_the_module_has_its_own_hooks_again_and_can_be_copied_meanwhile(tmp_path: Path) -> None:
     class Copied(Module):
         def on_train_epoch_end(self) -> None:

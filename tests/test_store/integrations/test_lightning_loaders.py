@@ -195,6 +195,7 @@ def test_loaders_made_before_the_resume_go_on(tmp_path: Path, stop: int, shuffle
         assert_equal(rest, whole)
 
 
+@pytest.mark.slow
 def test_a_finder_does_not_move_the_loaders_of_a_resume(tmp_path: Path) -> None:
     def finds() -> Callback:
         return LearningRateFinder(num_training_steps=5, update_attr=False)

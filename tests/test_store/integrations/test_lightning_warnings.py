@@ -71,6 +71,7 @@ class Pairs(Module):
         return nn.functional.mse_loss(self.top(self.table(batch[0][0])).squeeze(1), batch[1][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "module", "loader", "reload"),
     [

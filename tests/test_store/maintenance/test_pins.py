@@ -21,6 +21,7 @@ from tests.test_store.support.retention_helpers import (
 )
 
 
+@pytest.mark.slow
 def test_a_pinned_version_stays_with_what_it_leans_on(backend: Backend) -> None:
     made = save_many(backend, range(1, 8), full=[1, 4, 7])
     before = contents(backend)

@@ -41,6 +41,7 @@ def test_a_look_reads_each_record_once(look: Callable[[Catalog], object]) -> Non
     assert each_takes(lambda backend, _: look(Catalog(backend)), lambda count: count) == {"get": 1}
 
 
+@pytest.mark.slow
 def test_a_dry_run_reads_each_record_and_lists_what_would_go() -> None:
     """Two listings: of the version, and of its fold."""
 
@@ -50,6 +51,7 @@ def test_a_dry_run_reads_each_record_and_lists_what_would_go() -> None:
     assert each_takes(act, lambda count: count + 1) == {"get": 1, "list_keys": 2}
 
 
+@pytest.mark.slow
 def test_a_version_is_removed_in_few_requests() -> None:
     """Tombstones are listed for all at once."""
 

@@ -121,6 +121,7 @@ def test_a_fold_that_was_removed_is_trusted_no_more(backend: Backend) -> None:
 # A job's own retention
 
 
+@pytest.mark.slow
 def test_a_job_keeps_so_many_versions(backend: Backend) -> None:
     with_rules = Trainer(backend, keep_last=2, keep_every=4)
     expected = {}

@@ -25,6 +25,7 @@ from tests.test_store.support.retention_helpers import (
 from tests.test_store.support.small_model import make_model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "kept"),
     [

@@ -36,6 +36,7 @@ def test_recorded_ranks_count_what_real_ones_do(tmp_path: Path, world: int, ever
         assert sum(rank["messages"] for rank in real) > 0
 
 
+@pytest.mark.slow
 def test_what_ranks_say_grows_no_faster_than_their_number() -> None:
     model = small_model(7)
     runs = [summary(world, model, record(world, model)) for world in (4, 8, 16, 32)]

@@ -107,6 +107,7 @@ def test_a_read_that_fails_on_one_rank_fails_the_load_on_all_at_once(url: str, v
     assert_same(load_alone(url), truth)
 
 
+@pytest.mark.slow
 def test_a_hook_that_fails_on_one_rank_fails_the_load_on_all(url: str) -> None:
     truth = save_two(url)
 
@@ -139,6 +140,7 @@ def test_ranks_wait_for_a_fold_that_takes_long(url: str, monkeypatch: pytest.Mon
     assert cnr_store.verify(url, deep=True).problems == ()
 
 
+@pytest.mark.slow
 def test_a_version_that_is_removed_on_the_way_gives_way_to_a_newer_one(url: str) -> None:
     save_two(url, policy="full")
     newer: list[Truth] = []
@@ -158,6 +160,7 @@ def test_a_version_that_is_removed_on_the_way_gives_way_to_a_newer_one(url: str)
         assert_same(job.found(), newer[0])
 
 
+@pytest.mark.slow
 def test_no_rank_builds_on_what_another_can_t(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a fold in the middle of a load: one rank has read the old chain, another the new one."""
     save_two(url)
@@ -179,6 +182,7 @@ def test_no_rank_builds_on_what_another_can_t(url: str, monkeypatch: pytest.Monk
         assert_same(load_alone(url), job.truth)
 
 
+@pytest.mark.slow
 def test_after_an_interrupt_on_one_rank_all_save_whole(url: str) -> None:
     with SmallJob(url) as job:
         job.save(1)
@@ -225,6 +229,7 @@ def test_a_save_that_fails_where_rows_moved_leaves_the_places_of_all_rows(url: s
             assert_same(load_alone(url, step), job.truth)
 
 
+@pytest.mark.slow
 def test_every_rank_is_told_of_all_rows_that_were_salvaged(url: str) -> None:
     save_two(url)
     version = cnr_store.versions(url)[-1].id

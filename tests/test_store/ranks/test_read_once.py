@@ -149,6 +149,7 @@ def test_only_the_first_rank_reads_what_all_need(url: str, version: str | int) -
     assert found[0][f"versions/{newest}/state/main.json"] == 1
 
 
+@pytest.mark.slow
 def test_a_part_of_another_number_of_ranks_is_read_once(url: str) -> None:
     save_three(url, 2)
     with SmallJob(url, 3) as job:
@@ -176,6 +177,7 @@ def test_a_fold_is_read_once(url: str) -> None:
         assert_same(load_alone(url), job.found())
 
 
+@pytest.mark.slow
 def test_bytes_that_change_on_the_way_fail_the_load_on_all(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_three(url, 2)
     monkeypatch.setattr(joint_load, "PIECE_BYTES", 100)

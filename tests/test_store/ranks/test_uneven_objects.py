@@ -60,6 +60,7 @@ def test_all_ranks_decide_alike(large_on: int, tmp_path: Path, monkeypatch: pyte
     assert_same(load_alone(str(tmp_path)), truth)
 
 
+@pytest.mark.slow
 def test_ranks_that_decide_otherwise_save_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_small_models(monkeypatch)
     with SmallJob(str(tmp_path), 3, policy="auto") as job:

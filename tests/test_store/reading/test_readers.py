@@ -137,6 +137,7 @@ def test_xarray_through_a_chained_url(place: Place) -> None:
         )
 
 
+@pytest.mark.slow
 def test_tensorstore_over_http(place: Place) -> None:
     with serving(place.url, place.version, storage_options=place.options) as url:
         for path, expected in place.expected.items():

@@ -268,6 +268,7 @@ def test_a_part_is_sent_only_of_the_object_that_is_known(port: int, key_url: str
     assert ask(port, key_url, Range="bytes=0-3", If_Range='"other"').body == chunk
 
 
+@pytest.mark.slow
 def test_tags_are_of_the_version(folder: Path, port: int, key_url: str) -> None:
     latest = ask(port, key_url, "HEAD").headers["etag"]
     with _served(folder) as again:

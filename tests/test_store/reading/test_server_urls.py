@@ -82,6 +82,7 @@ def test_every_spelling_of_a_key_is_answered(url: str, store: tuple[Path, dict[s
             assert ask(port, f"/{spelling}x/c/0/0").status == 404, spelling
 
 
+@pytest.mark.slow
 def test_an_application_is_mounted_at_a_path_that_is_encoded(store: tuple[Path, dict[str, int]]) -> None:
     mounted = Starlette(routes=[Mount("/a b", app(store[0]))])
     server = uvicorn.Server(uvicorn.Config(mounted, lifespan="off", ws="none", log_level="warning"))

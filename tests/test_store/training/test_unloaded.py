@@ -86,6 +86,7 @@ def test_what_to_do_is_one_of_two_words(tmp_path: Path) -> None:
         Checkpointer(tmp_path, make_model(), unloaded=option)
 
 
+@pytest.mark.slow
 def test_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find_small_models(monkeypatch)
     with quick_folder() as url:

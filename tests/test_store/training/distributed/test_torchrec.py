@@ -49,6 +49,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(9)
 @needs_torchrec
 @pytest.mark.filterwarnings("ignore")  # TorchRec's own

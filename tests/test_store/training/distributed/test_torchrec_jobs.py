@@ -122,6 +122,7 @@ def wrapped(job: Job) -> tuple[KeyedOptimizerWrapper, CombinedOptimizer]:
     return dense, CombinedOptimizer([job.dmp.fused_optimizer, clipped])
 
 
+@pytest.mark.slow
 def test_the_usual_loop_steps_with_wrappers(url: str) -> None:
     job = Job("rtcd", "EXACT_ROWWISE_ADAGRAD")
     dense, combined = wrapped(job)

@@ -121,6 +121,7 @@ def test_the_first_save_after_a_rollback_is_whole_if_its_base_was_removed(
     assert cnr_store.verify(backend, deep=True).ok
 
 
+@pytest.mark.slow
 def test_the_first_save_builds_on_the_fold_of_an_older_link(backend: Backend) -> None:
     made = save_many(backend, [1, 2, 3, 4], bits=32)
     trainer = resumed(backend)

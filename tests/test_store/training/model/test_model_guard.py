@@ -198,6 +198,7 @@ def test_what_was_refused_goes_on_once_it_is_undone(tmp_path: Path) -> None:
     assert torch.equal(loaded.user.weight, net.user.weight)
 
 
+@pytest.mark.slow
 def test_wrappers_and_other_parameters_in_the_same_modules_are_followed(tmp_path: Path) -> None:
     net = Net()
     with Checkpointer(tmp_path, net, bits=32) as ckpt:

@@ -58,6 +58,7 @@ def test_every_large_table_where_restores_may_be_slow(tmp_path: Path) -> None:
     assert {codec(found, name)["rms_step"] for name in ("large", "small")} == {0.05}
 
 
+@pytest.mark.slow
 def test_state_goes_to_a_grid_only_if_asked(tmp_path: Path) -> None:
     for state in (False, True):
         torch.manual_seed(0)

@@ -260,6 +260,7 @@ def test_puts_are_spaced_out(tmp_path: Path, quick: list[float]) -> None:
     job.checkpointer.close()
 
 
+@pytest.mark.slow
 def test_close_lifts_the_rate(tmp_path: Path) -> None:
     job = Job(tmp_path, rows=60_000, max_write_bytes_per_second=1)
     pending = job.checkpointer.save(1)

@@ -85,6 +85,7 @@ def test_a_tracker_that_forgets_one_in_a_thousand_is_caught_within_20_saves(forg
     assert sum(caught) >= 99
 
 
+@pytest.mark.slow
 def test_a_tracker_that_forgets_nothing_is_never_accused() -> None:
     for seed in range(5):
         job = Job(seed, "nothing")
