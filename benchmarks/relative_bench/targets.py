@@ -12,6 +12,7 @@ from benchmarks.codec_bench.targets import Target
 Line = Mapping[str, Any]
 _MOST_LOST = {"lattice 0.35": (1, 0.01), "lattice 0.2": (5, 0.012), "lattice 0.1": (11, 0.01)}
 _LEAST_COUNTED = {"lattice 1.5": (45, 13), "lattice 0.2": (17, 5)}
+_MOST_OF_LOADING = {"whole": 0.6, "8 deltas": 0.9}
 # An index and a chunk of the baseline and of eight deltas.
 _MOST_REQUESTS, _MOST_MILLISECONDS, _MOST_CODES = 18, 10, 0.25
 
@@ -75,12 +76,13 @@ def _movielens(where: str, lines: Sequence[Line]) -> Iterator[Target]:
 
 def _links(where: str, lines: Sequence[Line]) -> Iterator[Target]:
     if where == "restores":
-        chains = [of(line, "lattice 0.35, 8 deltas", "seconds") for line in lines]
-        ratios = [
-            chain / of(line, "lattice 0.35, whole", "seconds")
-            for chain, line in zip(chains, lines, strict=True)
-        ]
-        yield _target("restore of 8 deltas of 5 %, of a whole's time", 1.5, ratios, where, at_most=True)
+        for what, most in _MOST_OF_LOADING.items():
+            for key, name in (
+                ("of_torch_load", "time"),
+                ("processor_of_torch_load", "time of the processor"),
+            ):
+                found = [of(line, f"lattice 0.1, m3, {what}", key) for line in lines]
+                yield _target(f"restore, {what}: of torch.load's {name}", most, found, where, at_most=True)
         return
     aims = {
         "requests_of_shards": ("requests of indexes and chunks", _MOST_REQUESTS),
