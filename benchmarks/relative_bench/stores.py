@@ -46,10 +46,10 @@ def adaptive(bits: int) -> Config:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run saves; `name` in the results."""
+    """How a run saves; `name` in the results. Without a codec, rows and state are stored by the defaults."""
 
     name: str
-    codec: Config
+    codec: Config | None = None
     policy: str = "consecutive"
     state_bits: int | str = LOSSLESS
 
@@ -57,15 +57,17 @@ class Setting:
 def new_checkpointer(
     ledger: Ledger, workload: Workload, setting: Setting, **options: Any
 ) -> cnr_store.Checkpointer:
+    chosen: dict[str, Any] = {}
+    if setting.codec is not None:
+        chosen = {"codec": setting.codec, "state_bits": setting.state_bits}
     return cnr_store.Checkpointer(
         ledger,
         workload.model,
         workload.optimizer,
         policy=setting.policy,
-        codec=setting.codec,
-        state_bits=setting.state_bits,
         max_chain=None,
         trusted_optimizers=[RowWiseAdagrad],
+        **chosen,
         **options,
     )
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 OptimizerName = Literal["Adagrad", "Adagrad of half the rate", "row-wise Adagrad", "SGD"]
+DenseName = Literal["Adam", "AdamW", "Adam, weight decay 1e-6", "momentum"]
 DIM = 32
 _FIELD_SHARES = (0.37, 0.22, 0.15, 0.11, 0.075, 0.045, 0.022, 0.008)
 _TRUTH_DIM, _TRUTH_SPREAD, _TRUTH_LINEAR = 6, 0.35, 0.5
@@ -24,6 +26,13 @@ _RATES: dict[OptimizerName, float] = {
     "SGD": 0.02,
 }
 """Of 0.01, 0.02, 0.03, 0.04, 0.05 and 0.08, as far as tried, those of the least loss; but for the half one."""
+_DENSE: dict[DenseName, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
+    "Adam": Adam,
+    "AdamW": AdamW,
+    "Adam, weight decay 1e-6": partial(Adam, weight_decay=1e-6),
+    "momentum": partial(SGD, lr=0.002, momentum=0.9),
+}
+"""As scripts make them: Adam at its own rate, and gradients for all rows."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,9 @@ class Size:
 class Machine(nn.Module):
     """A factorization machine. Column 0 of the table is linear, products are of the others."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, sparse: bool) -> None:
         super().__init__()
-        self.table = nn.Embedding(rows, DIM, sparse=True)
+        self.table = nn.Embedding(rows, DIM, sparse=sparse)
         nn.init.normal_(self.table.weight, std=_INITIAL_SPREAD)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -112,11 +121,11 @@ class Training:
         The sum of the log losses of all samples since the warm-up.
     """
 
-    def __init__(self, size: Size, optimizer: OptimizerName, seed: int) -> None:
+    def __init__(self, size: Size, optimizer: OptimizerName | DenseName, seed: int) -> None:
         torch.manual_seed(seed)
         self.intervals, self._size, self._seed = size.intervals, size, seed
-        self.model: nn.Module = Machine(size.rows)
-        self.optimizer: Optimizer = _new_optimizer(optimizer, self.model, size.rate or _RATES[optimizer])
+        self.model: nn.Module = Machine(size.rows, sparse=optimizer not in _DENSE)
+        self.optimizer = new_optimizer(optimizer, self.model, size.rate)
         self._truth, self._interval, self.losses = Truth(size, seed), 0, 0.0
         for _ in range(size.warm_up):
             self.advance()
@@ -175,6 +184,13 @@ class RowWiseAdagrad(Optimizer):
                 table.index_add_(0, ids, values / (sums[ids].sqrt()[:, None] + _EPSILON), alpha=-group["lr"])
 
 
-def _new_optimizer(name: OptimizerName, model: nn.Module, rate: float) -> Optimizer:
-    kinds = {"SGD": SGD, "row-wise Adagrad": RowWiseAdagrad}
-    return kinds.get(name, Adagrad)(model.parameters(), lr=rate)
+def new_optimizer(name: OptimizerName | DenseName, model: nn.Module, rate: float | None = None) -> Optimizer:
+    """An optimizer of that name, at `rate` if it is a sparse one and this is given."""
+    for dense, make in _DENSE.items():
+        if name == dense:
+            return make(model.parameters())
+    for sparse, own in _RATES.items():
+        if name == sparse:
+            kinds = {"SGD": SGD, "row-wise Adagrad": RowWiseAdagrad}
+            return kinds.get(sparse, Adagrad)(model.parameters(), lr=rate or own)
+    raise ValueError(name)

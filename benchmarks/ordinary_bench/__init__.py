@@ -1,0 +1,1 @@
+"""Ordinary scripts at the defaults: what they write, beside `torch.save`."""
