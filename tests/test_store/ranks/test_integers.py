@@ -1,0 +1,245 @@
+"""Long histories of a job whose rows and state are integers: each version has those of the values at a row's last save.
+
+A history has several lives of a job, with saves, loads of the newest and of older versions, and folds. In each life a
+put or a commit fails, or a rank is killed. What a rank holds it writes down before each save and after each load; all
+versions are compared with what the readable quantizers make of that.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import cnr_store
+from cnr_backends import open_backend
+from cnr_codecs.lattice.steps import values_of
+from cnr_codecs.payload.coded import floating_values
+from cnr_store import Checkpointer, RanksError, SaveError
+from cnr_store.catalog.catalog import Catalog
+from cnr_store.format import grid
+from tests.nightly import at_night
+from tests.test_codecs.references import floating, lattice
+from tests.test_store.chains.test_relative import RELATIVE, count_relative, no_findings
+from tests.test_store.ranks.support.failing_save import POINT, TIMEOUT_SECONDS, prepare
+from tests.test_store.ranks.support.rank_processes import run_ranks
+from tests.test_store.ranks.support.shared_model import (
+    DIM,
+    GRID_LIMITS_BYTES,
+    ITEMS,
+    USERS,
+    SharedModel,
+    Values,
+    checkpointer_of,
+    cut_small,
+    together,
+)
+
+PATHS = {
+    "users": "tables/users/weight",
+    "users/sum": "tables/users/sum",
+    "items": "tables/items/weight",
+}
+SAVES = 6
+"""Of a life, one of which fails."""
+LIVES, SHORT_LIVES = 8, 3
+"""The first make 40 versions, and load 13 times."""
+TROUBLES = {
+    1: [("put", 0, "raise"), ("commit", 0, "raise")],
+    3: [
+        ("put", 1, "raise"),
+        ("encode", 2, "SIGKILL"),
+        ("commit", 0, "raise"),
+        ("vote", 1, "SIGKILL"),
+        ("outcome", 0, "SIGKILL"),
+    ],
+}
+"""By the number of ranks: phase of a save, rank, and what becomes of it."""
+
+
+class GridModel(SharedModel):
+    """Rows move by parts of a step and by many; half of the items are zeros at first."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, world)
+        self.items.copy_(self._drawn(0, ITEMS)[self.first :][: len(self.items)])
+        self.items[1::2] = 0
+
+    def train(self, step: int, checkpointer: Checkpointer) -> None:  # type: ignore[override]
+        """One step, alike on every number of ranks."""
+        ids = torch.arange(step % 7, USERS, 7)
+        (self.users(ids[:, None]) * self._drawn(step, len(ids))).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        changed = torch.arange(step % 5, ITEMS, 5)
+        own = changed[(changed >= self.first) & (changed < self.first + len(self.items))]
+        self.items[own - self.first] += 0.3 * self._drawn(-step, ITEMS)[own]
+        checkpointer.touch("items", changed)
+
+    def held(self) -> Values:
+        """Copies of what is on a grid."""
+        return {name: values for name, values in self.values().items() if name in PATHS}
+
+    def _drawn(self, step: int, rows: int) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng(1000 + step).normal(0, 1, (rows, DIM)).astype("f4"))
+
+
+class Notes:
+    """What one rank held, in files, which are there after it was killed.
+
+    Of each save: the values, those of the save or load before, and the version of that, "" of none.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder / str(rank)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.before: Values = {}
+        self.previous = ""
+
+    def save(self, step: int, values: Values) -> None:
+        self._write(
+            f"save-{step}", {**values, **{f"before {name}": each for name, each in self.before.items()}}
+        )
+
+    def load(self, step: int, version: str, values: Values) -> None:
+        self.before, self.previous = values, version
+        self._write(f"load-{step}", values)
+
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        np.savez(self._folder / f"{name}.npz", previous=self.previous, **values)
+
+    def read(self, name: str) -> Values:
+        with np.load(self._folder / f"{name}.npz") as found:
+            return dict(found)
+
+    def loads(self) -> list[str]:
+        return sorted(path.stem for path in self._folder.glob("load-*.npz"))
+
+
+def live(url: str, folder: Path, life: int, policy: str, phase: str, victim: int, how: str) -> None:
+    """A rank of a job that loads what there is, saves, and meets trouble at its third save, or dies at its last."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world > 1:
+        cut_small()
+    random, notes = np.random.default_rng(life), Notes(folder, rank)
+    model = GridModel(rank, world)
+    trouble, backend = prepare(url, phase if rank == victim else "", how, rank)
+    options: dict[str, Any] = {"codec": {"*": RELATIVE}, "bits": "auto", "state_bits": {"*": "m3"}}
+    options |= {"policy": policy, "max_chain": 64, "timeout_seconds": TIMEOUT_SECONDS}
+    checkpointer = checkpointer_of(model, backend, **options)
+
+    def load(step: int, version: str) -> None:
+        found = checkpointer.load(version).version.id
+        notes.load(step, found, model.held())
+
+    for number in range(SAVES):
+        step = SAVES * life + number
+        if number == 0 and life:
+            load(step, "latest")
+        elif number == 3 and life % 4:
+            load(step, str(random.choice([each.id for each in cnr_store.versions(url)])))
+        model.train(step, checkpointer)
+        values, trouble.armed = model.held(), number == (2 if how == "raise" else SAVES - 1)
+        notes.save(step, values)
+        try:
+            version = checkpointer.save(step).result().id
+        except (SaveError, RanksError):
+            assert number == (2 if how == "raise" else SAVES - 1)
+            if how == "SIGKILL":
+                return
+            continue
+        notes.before, notes.previous = values, version
+        if rank == 0 and step % 4 == 0:
+            fold(url, version)
+    checkpointer.close()
+
+
+def fold(url: str, version: str) -> None:
+    """Fold, which changes no bit."""
+    before = {path: read(url, version, path) for path in PATHS.values()}
+    cnr_store.compact(url, version)
+    for path, values in before.items():
+        np.testing.assert_array_equal(read(url, version, path).view(np.uint32), values.view(np.uint32))
+
+
+def read(url: str, version: str, path: str) -> Any:
+    array: Any = cnr_store.open(url, version)[path]
+    return np.asarray(array[:])
+
+
+def check(url: str, folder: Path, world: int) -> tuple[int, int]:
+    """Compare all versions and all loads with the integers of what was written down; how many these are."""
+    ranks, catalog = [Notes(folder, rank) for rank in range(world)], Catalog(open_backend(url))
+    expected: dict[str, Values] = {"": {}}
+    for record in catalog.oldest_first():
+        parts = [each.read(f"save-{record.step}") for each in ranks]
+        (previous,) = {str(each["previous"]) for each in parts}
+        values = together(parts)
+        before: dict[str, Any] = {name: values.get(f"before {name}") for name in PATHS}
+        if previous:
+            before["items"] = np.concatenate([each["before items"] for each in parts])
+        found = {}
+        for name, path in PATHS.items():
+            entry, kept = record.arrays[path], on_grid(values[name], record.arrays[path].codec)
+            if entry.kind == "delta":
+                same = np.equal(values[name], before[name]).all(axis=1)
+                kept = np.where(same[:, None], expected[previous][name], kept)
+            np.testing.assert_array_equal(read(url, record.id, path), kept, f"{record.step} {name}")
+            found[name] = kept
+        expected[record.id] = found
+    for name in ranks[0].loads():
+        loaded = [each.read(name) for each in ranks]
+        (version,) = {str(each["previous"]) for each in loaded}
+        for table, held in expected[version].items():
+            np.testing.assert_array_equal(together(loaded)[table], held, f"{name} {table}")
+    return len(expected) - 1, len(ranks[0].loads())
+
+
+def on_grid(values: Any, codec: Any) -> Any:
+    """What rows read back as: by the readable quantizers."""
+    if codec["id"] == "cnr_lattice":
+        codes, raw = lattice.codes_of(values, codec["step"], 32767)
+        found = values_of(codes, codec["step"], "float32")
+    else:
+        codes, raw = floating.codes_of(values, codec["mantissa_bits"], "float32")
+        found = floating_values(codes, codec["mantissa_bits"], "float32")
+    return np.where(raw[:, None], values, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "policy", "lives"),
+    [
+        (1, "consecutive", SHORT_LIVES),
+        *(at_night(world, each, LIVES) for world in (1, 3) for each in ("consecutive", "intermittent")),
+    ],
+)
+def test_versions_are_the_integers_of_the_values_at_the_last_saves(
+    tmp_path: Path, world: int, policy: str, lives: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, folder = str(tmp_path / "store"), tmp_path / "notes"
+    for name, nbytes in GRID_LIMITS_BYTES.items():
+        monkeypatch.setattr(grid, name, nbytes)
+    for life in range(lives):
+        trouble = TROUBLES[world][life % len(TROUBLES[world])]
+        arguments = (url, folder, life, policy, *trouble)
+        if world == 1:
+            live(*arguments)
+            continue
+        _, victim, how = trouble
+        sent = {(victim, POINT): [(victim, signal.SIGKILL)]} if how == "SIGKILL" else {}
+        found = run_ranks(world, live, *arguments, signals=sent)
+        killed = [rank for rank, each in enumerate(found) if each.signal]
+        assert killed == ([victim] if how == "SIGKILL" else [])
+        assert not any(each.where for each in found), found
+    saves, loads = check(url, folder, world)
+    assert saves >= (SAVES - 1) * lives
+    assert loads == lives - 1 + sum(life % 4 > 0 for life in range(lives))
+    assert sum(count_relative(url, each.id) for each in cnr_store.versions(url)) > 100
+    no_findings(Path(url))
