@@ -1,0 +1,119 @@
+"""Finds the rows whose stored form changed: other integers on their grid than before, or other bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_codecs.kernels.comparing import (
+    OTHER,
+    SAME,
+    UNKNOWN,
+    compare_floats,
+    compare_steps,
+    digest_rows,
+    read_floats,
+    read_steps,
+)
+from cnr_codecs.lattice.floating import floating_codes
+from cnr_codecs.payload.coded import MANTISSA_BITS, Grid, code_range
+from cnr_codecs.protocol import Rows
+
+Codes = npt.NDArray[np.signedinteger[Any]]
+Digests = npt.NDArray[np.uint64]
+_WORD = np.dtype(np.uint64)
+
+
+def compare_rows(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.NDArray[np.uint8]:
+    """Return of each row whether its codes are those known, as the codec of the grid would find them.
+
+    `values`: (n, dim), C-contiguous, of the array dtype of the element type.
+    `parent`: (n, dim) int8 or int16: the codes known; a row is unknown whose first one is `unknown_code` of the dtype.
+
+    Returns: uint8 (n,): `SAME`, `OTHER` or `UNKNOWN`.
+    """
+    count, dim = values.shape
+    found, unknown = np.empty(count, np.uint8), unknown_code(parent.dtype)
+    if values.dtype == np.float64:
+        return _compare_wide(values, parent, grid, element)
+    flat, codes = _read_only(np.ascontiguousarray(values, np.float32)), _read_only(parent)
+    if grid.mantissa:
+        least, most = code_range(grid.mantissa, element)
+        compare_floats(flat, dim, MANTISSA_BITS - grid.mantissa, least, most, codes, unknown, found)
+    else:
+        compare_steps(flat, dim, 1 / grid.step, codes, unknown, found)
+    return found
+
+
+def _compare_wide(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.NDArray[np.uint8]:
+    held, raw = floating_codes(values, grid.mantissa, element)
+    found = np.full(len(values), OTHER, np.uint8)
+    found[~raw] = np.where((held == parent[~raw]).all(axis=1), SAME, OTHER)
+    found[parent[:, 0] == unknown_code(parent.dtype)] = UNKNOWN
+    return found
+
+
+def read_codes(values: Rows, grid: Grid, element: str, codes: Codes) -> npt.NDArray[np.bool_]:
+    """Write the codes that rows were decoded from, and return which rows have none: bool (n,).
+
+    `values`, `grid`, `element`: as for `compare_rows`. Those of float64 are not looked at.
+    `codes`: (n, dim), of `code_dtype`: as `parent` there.
+    """
+    dim, found = values.shape[1], np.empty(len(values), np.uint8)
+    if values.dtype == np.float64:
+        codes[:, 0] = unknown_code(codes.dtype)
+        return np.ones(len(values), np.bool_)
+    flat, out = _read_only(np.ascontiguousarray(values, np.float32)), codes.reshape(-1)
+    if grid.mantissa:
+        least, most = code_range(grid.mantissa, element)
+        shift = MANTISSA_BITS - grid.mantissa
+        read_floats(flat, dim, shift, least, most, out, unknown_code(codes.dtype), found)
+    else:
+        most = int(np.iinfo(codes.dtype).max)
+        read_steps(flat, dim, np.float32(grid.step), most, out, unknown_code(codes.dtype), found)
+    return found.view(np.bool_)
+
+
+def row_digests(values: Rows, key: int) -> Digests:
+    """Return a number of 64 bits for the bits of each row. Rows that differ have different ones, all but surely.
+
+    `values`: (n, columns) of any dtype.
+    `key`: of 64 bits: digests of another key are not comparable.
+    """
+    row_bytes = values.shape[1] * values.itemsize
+    rows = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), row_bytes)
+    if rows.shape[1] % _WORD.itemsize:
+        rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % _WORD.itemsize)))
+    words, digests = rows.view(_WORD), np.empty(len(rows), np.uint64)
+    digest_rows(_read_only(words), words.shape[1], np.uint64(key), digests)
+    return digests
+
+
+def code_dtype(grid: Grid) -> np.dtype[np.signedinteger[Any]]:
+    """Return the narrowest dtype that most codes on a grid fit into."""
+    return np.dtype(np.int16 if grid.mantissa else np.int8)
+
+
+def unknown_code(dtype: npt.DTypeLike) -> int:
+    """Return what stands as a row's first code where its codes are not known."""
+    return int(np.iinfo(dtype).min)
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    flat = array.reshape(-1).view()
+    flat.flags.writeable = False
+    return flat
+
+
+__all__ = [
+    "OTHER",
+    "SAME",
+    "UNKNOWN",
+    "code_dtype",
+    "compare_rows",
+    "read_codes",
+    "row_digests",
+    "unknown_code",
+]
