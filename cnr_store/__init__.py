@@ -53,15 +53,14 @@ if TYPE_CHECKING:
     from cnr_store.training.loading.load_result import Restored
     from cnr_store.training.once import load, save
     from cnr_store.training.process.preemption import Preemption
-    from cnr_store.training.saving.explanation import ExplainedTable
+    from cnr_store.training.saving.explanation import ExplainedTable, SaveStats
     from cnr_store.training.saving.pending_save import PendingSave
-    from cnr_store.training.saving.stats import SaveStats
 
 __version__ = "0.1.0"
 _TRAINING = {
     "Checkpointer": "checkpointer",
     "PendingSave": "saving.pending_save",
-    "SaveStats": "saving.stats",
+    "SaveStats": "saving.explanation",
     "ExplainedTable": "saving.explanation",
     "Preemption": "process.preemption",
     "save": "once",

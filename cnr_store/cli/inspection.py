@@ -78,6 +78,7 @@ def _told(facts: Mapping[str, Any]) -> dict[str, str]:
         "policy": f"{policy['policy']}: {reason}" if {"policy", "reason"} <= policy.keys() else "",
         "ranks": _ranks_text(policy["ranks"]) if policy.get("ranks") else "",
         "whole": describe(policy["whole"]) if policy.get("whole") else "",
+        "compared": describe(policy["compared"]) if policy.get("compared") else "",
     }
     return {name: text for name, text in told.items() if text}
 

@@ -431,7 +431,7 @@ class Checkpointer:
         return restored
 
     def _load_version(
-        self, version: Version, fallback: bool, selection: Selection, salvage: bool
+        self, version: Version, fallback: bool, selection: Selection, salvage: bool, goes_on: bool = True
     ) -> Restored:
         self._loader.check_options(fallback, selection)
         with self._guard.enter("load"):
@@ -441,7 +441,7 @@ class Checkpointer:
             # The first rank alone has any, and it may take long.
             with self._group.working("load", itertools.count().__next__):
                 self._upkeep.wait()
-            return self._loader.load(version, fallback, selection, salvage)
+            return self._loader.load(version, fallback, selection, salvage, goes_on)
 
     def touch(self, table: str, ids: Any) -> None:
         """Flag rows that were changed without a lookup, after the change, so that the next save writes them.

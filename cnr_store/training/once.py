@@ -110,4 +110,5 @@ def load(
     """
     of_load = {name: options.pop(name) for name in _LOAD_OPTIONS if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
-        return checkpointer._load_version(version, fallback, Selection.from_options(**of_load), salvage)
+        selection = Selection.from_options(**of_load)
+        return checkpointer._load_version(version, fallback, selection, salvage, goes_on=False)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
@@ -25,9 +26,9 @@ from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import check_alike
+from cnr_store.training.saving.explanation import bytes_text
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.save_queue import SaveQueue
-from cnr_store.training.saving.stats import bytes_text
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.patience import PatientBackend
@@ -54,8 +55,13 @@ class Loader:
                 "fallback=True works only for complete loads: leave tables, tensors, rows and strict out"
             )
 
-    def load(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> Restored:
-        """Load a version, or what `selection` chooses of it: see `Checkpointer.load`."""
+    def load(
+        self, version: Version, fallback: bool, selection: Selection, salvage: bool, goes_on: bool
+    ) -> Restored:
+        """Load a version, or what `selection` chooses of it: see `Checkpointer.load`.
+
+        `goes_on`: whether saves may follow.
+        """
         self.catalog.shared = SharedObjects() if self.group.world > 1 else None
         self.catalog.refresh()
         find = load_newest_sound if fallback else load_found
@@ -71,7 +77,7 @@ class Loader:
                 return load_jointly(
                     self.group,
                     lambda attempt: find(self.catalog, version, attempt, look),
-                    lambda get: self._load(get, selection, salvage, seen),
+                    lambda get: self._load(get, selection, salvage, seen, goes_on),
                     self.catalog.find,
                 )
         except CorruptionError as error:
@@ -107,7 +113,9 @@ class Loader:
 
         self.group.decide("load", said, judge)
 
-    def _load(self, get: Callable[[], Record], selection: Selection, salvage: bool, seen: Seen) -> Restored:
+    def _load(
+        self, get: Callable[[], Record], selection: Selection, salvage: bool, seen: Seen, goes_on: bool
+    ) -> Restored:
         trained, saves = self.trained, self.saves
         began, read_before = time.perf_counter(), self.backend.bytes_read
 
@@ -135,7 +143,9 @@ class Loader:
         def read() -> tuple[Restored, dict[str, Bitmap]]:
             try:
                 with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-                    found = restore.run(self.options.rng, transfer, saves.tracker.clear)
+                    unsafe = saves.tracker.reasons()
+                    learn = partial(saves.planner.to_learn, unsafe=unsafe) if goes_on else None
+                    found = restore.run(self.options.rng, transfer, saves.tracker.clear, learn)
                     saves.tracker.adopt_replaced()  # by code of the caller that the load ran
                     restore.explain_changes(saves.tracker)
                     return found
@@ -156,6 +166,7 @@ class Loader:
         # The others are saved whole, whatever changes them.
         saves.audit.renew([array for array in trained.row_arrays() if array.path in lineage.lines])
         saves.planner.continue_from(lineage, since_whole)
+        saves.planner.adopt(restore.learned)
         rows = {name: salvaged_from(each) for name, each in agreed["salvaged"].items()}
         restored = replace(restored, salvaged=rows)
         if self.group.rank == 0:

@@ -173,7 +173,7 @@ def check_parents(writes: Sequence[RowsWrite], backend: Backend, seed: int) -> N
     relative = [
         (each, each.codes) for each in writes if each.codes is not None and each.codes.parent is not None
     ]
-    ends = np.cumsum([0 if write.ids is None else len(write.ids) for write, _ in relative])
+    ends = np.cumsum([write.shape[0] if write.ids is None else len(write.ids) for write, _ in relative])
     if not len(ends) or not ends[-1]:
         return
     places = np.random.default_rng(abs(seed)).integers(ends[-1], size=_RUNS)
@@ -213,10 +213,9 @@ def _wrong_parents(catalog: Catalog, write: RowsWrite, codes: RowCodes, begins: 
 def _differing(reader: ArrayReader, write: RowsWrite, codes: RowCodes, begin: int) -> list[int]:
     """The rows of a run whose codes are not those known."""
     codec = relative_codec(write.codec)
-    assert write.ids is not None
     assert codec is not None
     places, known = codes.known(begin, begin + _RUN_ROWS)
-    ids = write.ids[places]
+    ids = places if write.ids is None else write.ids[places]
     inside = ids < (ids[0] + _RUN_SPAN if len(ids) else 0)
     ids, known = ids[inside], known[inside]
     if not len(ids):

@@ -133,7 +133,9 @@ class RowsWrite:
         if isinstance(self.source, EncodedRows):
             return self.source.payloads(begin, end, offsets, edges, rows, seals=seals, codes=self.codes)
         values = self.values(begin, end)
-        if self.codes is None:
+        if self.codes is None or not self.codes.has_codes:
+            if self.codes is not None:
+                self.codes.note(begin, values)
             return encode_chunks(self.codec, values, offsets, edges, rows, element=self.element, seals=seals)
         return [
             self.encode(

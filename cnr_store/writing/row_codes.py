@@ -1,7 +1,8 @@
-"""Codes of rows on a lattice: those that rows have in the version that a delta depends on, and those that a save gives.
+"""What this process knows of stored rows: their codes on a grid, or digests of the bits that were saved.
 
-They stand in memory as int8, a quarter of a float32 table, on floating grids as int16, and outlive no process. A row
-whose codes are wider, or were not encoded here, is unknown: its next delta is not relative.
+Codes stand in memory as int8, a quarter of a float32 table, on floating grids as int16; digests take 8 bytes a row.
+They outlive no process. A row whose codes are wider has a digest beside them, and its next delta is not relative.
+Nothing is known of a row that was not encoded here: it is written by the next save.
 
 A byte of this memory that is another than it was would give a delta that no reader can compose: its checksums say so.
 So before a delta is written, some of the codes are compared with what is stored: see `lineage.check_parents`.
@@ -9,6 +10,7 @@ So before a delta is written, some of the codes are compared with what is stored
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs import FloatingRows, Followed, LatticeRows, Packer, RowCodec
+from cnr_codecs.comparing import SAME, UNKNOWN, Digests, code_dtype, compare_rows, read_codes, row_digests
 from cnr_codecs.payload.coded import Grid
 
 Codes = npt.NDArray[np.signedinteger[Any]]
@@ -24,22 +27,27 @@ Mask = npt.NDArray[np.bool_]
 RowIds = npt.NDArray[np.int64]
 Array = np.ndarray[Any, Any]
 
+# Of digests. Another one in each process, so that nobody can make rows whose digests collide.
+LEAST_DIGESTED_BYTES = 16
+"""Of a row: narrower ones without codes are not compared, as a digest takes 8."""
+KEY = int.from_bytes(os.urandom(8), "little")
+
 
 @dataclass(frozen=True, eq=False)
 class RowCodes:
-    """The codes of the rows of one write."""
+    """What is known of the rows of one write beneath it, and what is noted of them as they are encoded."""
 
-    # (n, columns): those that they get, noted as they are encoded; None where nobody asks for them
+    # (n, columns): the codes that they get; None where nobody asks for them
     made: Codes | None
     # The codes of all rows held, as the delta's base has them; None if no row may be relative
     parent: Codes | None = None
-    rows: RowIds | None = None  # (n,): where the rows lie in `parent`
+    rows: RowIds | None = None  # (n,): where the rows lie in `parent`; None for all of them
+    digests: Digests | None = None  # (n,): digests that rows without codes get; 0 of others
 
     def known(self, begin: int, end: int) -> tuple[RowIds, Codes]:
         """Which of the rows at positions `begin` to `end` of the write have known parents, and their parents' codes."""
         assert self.parent is not None
-        assert self.rows is not None
-        codes = self.parent[self.rows[begin:end]]
+        codes = self.parent[begin:end] if self.rows is None else self.parent[self.rows[begin:end]]
         found = np.flatnonzero(_are_known(codes))
         return found + begin, codes[found]
 
@@ -67,30 +75,50 @@ class RowCodes:
         `quantized`: as for `LatticeRows.encode_over`, if codes were computed elsewhere: the codec is that of a grid
         then.
         """
-        own = codec if quantized and isinstance(codec, LatticeRows | FloatingRows) else relative_codec(codec)
-        if own is None or grid_of(own) is None:
+        own = gridded_codec(codec)
+        if own is None or grid_of(own) is None or not (quantized or self.has_codes):
+            self.note(begin, values)
             return codec.encode_rows(values, offsets, chunk_rows, element=element, seal=seal)
         parent = self._parents(begin, values.shape)
         known = _are_known(parent)
         made = own.encode_over(
             values, offsets, chunk_rows, parent, known, element=element, seal=seal, quantized=quantized
         )
-        data = self._noted(begin, *made)
+        data, codes, coded = made
+        self._note_codes(begin, values, codes, coded, coded if quantized else None)
         then = tuple(codec.then) if isinstance(codec, Followed) else ()
         return Packer(then).pack(data, chunk_rows, values.shape[1], element) if then else data
 
     def _parents(self, begin: int, shape: tuple[int, ...]) -> Codes:
-        if self.parent is None or self.rows is None:
+        if self.parent is None:
             return np.broadcast_to(_unknown_code(np.int8), shape)
-        return self.parent[self.rows[begin : begin + shape[0]]]
+        end = begin + shape[0]
+        return self.parent[begin:end] if self.rows is None else self.parent[self.rows[begin:end]]
 
-    def _noted(self, begin: int, data: bytes, codes: Codes, coded: Mask) -> bytes:
-        """The payload, once the codes of its rows are noted."""
-        if self.made is not None:
-            most = np.iinfo(self.made.dtype).max
-            fits = np.flatnonzero(coded & (np.abs(codes) <= most).all(axis=1))
-            self.made[begin : begin + len(codes)][fits] = codes[fits]
-        return data
+    @property
+    def has_codes(self) -> bool:
+        """Whether codes are noted, or rows may be relative."""
+        return self.made is not None or self.parent is not None
+
+    @property
+    def known_digests(self) -> Digests | None:
+        """The digests, if there are any: beside codes most rows need none."""
+        return self.digests if self.digests is not None and self.digests.any() else None
+
+    def note(self, begin: int, values: Array) -> None:
+        """Note rows of a codec without codes, from this position of the write on."""
+        if self.digests is not None:
+            self.digests[begin : begin + len(values)] = row_digests(values, KEY)
+
+    def _note_codes(self, begin: int, values: Array, codes: Codes, coded: Mask, absent: Mask | None) -> None:
+        """Note the codes of rows, and digests of those without, but of the rows whose values are `absent`."""
+        if self.made is None:
+            return
+        fits = coded & (np.abs(codes) <= np.iinfo(self.made.dtype).max).all(axis=1)
+        self.made[begin : begin + len(codes)][fits] = codes[fits]
+        others = ~fits if absent is None else ~(fits | absent)
+        if self.digests is not None and others.any():
+            self.digests[begin : begin + len(codes)][others] = row_digests(values[others], KEY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,46 +126,125 @@ class _Write:
     """What a save writes of an array."""
 
     codes: RowCodes
-    base: str | None
+    over: str | None  # the version whose rows stay beneath those written
     rows: RowIds | None
     first_row: int
     shape: tuple[int, int]
+    codec: Mapping[str, Any]
 
 
 @dataclass(eq=False)
-class _Known:
-    """What is known of an array in one version: the grid, and the codes of the rows from `first_row` on."""
+class Known:
+    """What is known of an array in one version, of the rows from `first_row` on.
+
+    Codes on `grid`, and where they are unknown a digest; or digests alone, of rows that `codec` encoded.
+    """
 
     version: str | None
-    grid: Grid
+    grid: Grid | None
     first_row: int
-    codes: Codes
+    shape: tuple[int, int]
+    codes: Codes | None
+    digests: Digests | None  # (rows,); 0 where nothing is known
+    codec: Mapping[str, Any]
+    of_whole: bool = False  # of what is read: whether it is the whole version beneath deltas
 
-    def fits(self, base: str | None, grid: Grid | None, first_row: int, shape: tuple[int, int]) -> bool:
-        """Whether these are the codes of such rows in the version `base`."""
-        found = self.version, self.grid, self.first_row, self.codes.shape
-        return base is not None and found == (base, grid, first_row, shape)
+    def fits(self, version: str | None, first_row: int, shape: tuple[int, int]) -> bool:
+        """Whether it is of such rows in that version."""
+        return version is not None and (self.version, self.first_row, self.shape) == (
+            version,
+            first_row,
+            shape,
+        )
+
+    @classmethod
+    def nothing(
+        cls,
+        shape: tuple[int, int],
+        first_row: int,
+        grid: Grid | None,
+        codec: Mapping[str, Any],
+        *,
+        of_whole: bool,
+    ) -> Known:
+        """What is known of an array before rows are read; without a grid there will be digests alone."""
+        codes = None if grid is None else _unknown(shape, code_dtype(grid))
+        return cls(None, grid, first_row, shape, codes, np.zeros(shape[0], np.uint64), codec, of_whole)
+
+    def read(self, values: Array, begin: int, element: str, newer: Mask) -> None:
+        """Learn of rows as they were read, from `begin` on.
+
+        `newer`: which of them deltas over the whole version have.
+        """
+        end = begin + len(values)
+        assert self.digests is not None
+        if self.codes is None or self.grid is None:
+            self.digests[begin:end] = row_digests(values, KEY)
+        else:
+            codes = self.codes[begin:end]
+            lacking = read_codes(values, self.grid, element, codes)
+            if lacking.any():
+                self.digests[begin:end][lacking] = row_digests(values[lacking], KEY)
+            if self.of_whole:
+                codes[newer, 0] = _unknown_code(codes.dtype)
+        if self.of_whole:
+            self.digests[begin:end][newer] = 0
+
+    def changed(self, values: Array, begin: int, element: str) -> Mask:
+        """Which of the rows from `begin` on, of the array type, are to be written."""
+        end = begin + len(values)
+        if self.codes is None:
+            assert self.digests is not None
+            other: Mask = row_digests(values, KEY) != self.digests[begin:end]
+            return other
+        assert self.grid is not None
+        found = compare_rows(values, self.codes[begin:end], self.grid, element)
+        changed: Mask = found != SAME
+        unknown = np.flatnonzero(found == UNKNOWN)
+        if self.digests is not None and len(unknown):
+            digests = row_digests(values[unknown], KEY)
+            changed[unknown] = digests != self.digests[begin:end][unknown]
+        return changed
 
 
 class CodeCache:
-    """The codes that this process knows of rows, by path of their array.
+    """What this process knows of stored rows, by path of their array.
 
-    They belong to a version by its id, and are used by deltas over that version alone: so no failed save, rollback or
+    It belongs to a version by its id, and is used by deltas over that version alone: so no failed save, rollback or
     fold can put other rows beneath a delta.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self._writes: dict[str, _Write] = {}
 
     def clear(self) -> None:
-        """Forget all codes: the next deltas are not relative."""
+        """Forget all: the next deltas are not relative, and nothing can be compared."""
         self._known, self._writes = {}, {}
 
     @property
     def written(self) -> Collection[str]:
-        """Paths of the arrays whose last writes had codes."""
+        """Paths of the arrays of whose last writes something is noted."""
         return self._writes.keys()
+
+    def find(
+        self, path: str, codec: RowCodec, base: str | None, first_row: int, shape: tuple[int, int]
+    ) -> Known | None:
+        """What is known of such rows in the version `base`, if the codec would store them there as they are stored."""
+        known = self._known.get(path)
+        if known is None or not known.fits(base, first_row, shape):
+            return None
+        own = gridded_codec(codec)
+        if known.codes is None:
+            return known if known.codec == codec.get_config() else None
+        return known if own is not None and known.grid == grid_of(own) else None
+
+    def adopt(self, path: str, known: Known, version: str) -> None:
+        """Take what was read of an array, as it is in a version."""
+        if known.digests is not None and not known.digests.any() and known.codes is not None:
+            known.digests = None
+        known.version = version
+        self._known[path] = known
 
     def for_write(
         self,
@@ -148,61 +255,85 @@ class CodeCache:
         first_row: int,
         shape: tuple[int, int],
         *,
+        over: str | None,
         parts: Sequence[tuple[int, int]] = (),
         is_kept: bool,
+        is_compared: bool = False,
     ) -> RowCodes | None:
-        """The codes for a write of an array; None if its codec has no relative rows, or rows are held in part only.
+        """What a write of an array has to note; None if nothing, or if rows are held in part only.
 
         `path`, `codec`, `base`: of the write.
         `rows`: (n,): the rows written, of those held; None for all.
         `first_row`, `shape`: the first row held; how many rows and columns are.
+        `over`: the version whose rows stay beneath those written.
         `parts`: first column and number of columns of what is held; () where no other rank has any.
         `is_kept`: whether later deltas may depend on the version that is written.
+        `is_compared`: whether later saves compare the array with it.
         """
         self._writes.pop(path, None)  # of a save that was not committed
-        own = relative_codec(codec)
-        if own is None or parts not in ((), ((0, shape[1]),)):
+        own, is_relative = gridded_codec(codec), relative_codec(codec) is not None
+        if not (is_relative or is_compared) or parts not in ((), ((0, shape[1]),)):
             return None
-        known, parent = self._known.get(path), None
-        if known is not None and rows is not None and known.fits(base, grid_of(own), first_row, shape):
-            parent = known.codes
-        dtype, count = (
-            np.int8 if isinstance(own, LatticeRows) else np.int16,
-            shape[0] if rows is None else len(rows),
-        )
-        made = _unknown((count, shape[1]), dtype) if is_kept else None
-        codes = RowCodes(made, parent, rows)
-        self._writes[path] = _Write(codes, base, rows, first_row, shape)
+        parent, count = None, shape[0] if rows is None else len(rows)
+        if is_relative and base is not None:
+            known = self.find(path, codec, base, first_row, shape)
+            parent = None if known is None else known.codes
+        made = digests = None
+        if is_kept and own is not None:
+            made = _unknown((count, shape[1]), np.int8 if isinstance(own, LatticeRows) else np.int16)
+        if is_kept and is_compared:
+            digests = np.zeros(count, np.uint64)
+        codes = RowCodes(made, parent, rows, digests)
+        self._writes[path] = _Write(codes, over, rows, first_row, shape, codec.get_config())
         return codes
 
     def commit(self, version: str, grids: Mapping[str, Grid | None]) -> None:
-        """Keep the codes of a save that was committed. A second call may only forget some.
+        """Keep what was noted of a save that was committed. A second call may only forget some.
 
         `version`: what it was committed as.
         `grids`: by path of an array of which rows were written: their grid, None if they have none in common.
         """
         for path, write in self._writes.items():
-            made, grid = write.codes.made, grids.get(path)
-            if made is None or path not in grids:
+            made, digests = write.codes.made, write.codes.known_digests
+            if path not in grids or (made is None and digests is None):
                 continue
-            if grid is None:
+            grid = grids[path] if made is not None else None
+            if made is not None and grid is None:
                 self._known.pop(path, None)
-            elif write.base is None or write.rows is None:
-                self._known[path] = _Known(version, grid, write.first_row, made)
+            elif write.rows is None:
+                own = version, grid, write.first_row, write.shape, made, digests, write.codec
+                self._known[path] = Known(*own)
             else:
-                known = self._known.get(path)
-                if known is None or not known.fits(write.base, grid, write.first_row, write.shape):
-                    blank = _unknown(write.shape, made.dtype)
-                    known = self._known[path] = _Known(None, grid, write.first_row, blank)
-                known.version = None  # an interrupt must not leave codes of two versions under one id
-                known.codes[write.rows] = made
-                known.version = version
+                self._put(path, write, version, grid)
+
+    def _put(self, path: str, write: _Write, version: str, grid: Grid | None) -> None:
+        """Put what was noted of some rows over what is known of all of them in the version before."""
+        made, digests, known = write.codes.made, write.codes.known_digests, self._known.get(path)
+        is_alike = known is not None and (known.grid, known.codes is None) == (grid, made is None)
+        if known is None or not is_alike or not known.fits(write.over, write.first_row, write.shape):
+            blank = None if made is None else _unknown(write.shape, made.dtype)
+            own = None, grid, write.first_row, write.shape, blank, None, write.codec
+            known = self._known[path] = Known(*own)
+        known.version = None  # an interrupt must not leave what is known of two versions under one id
+        if digests is not None and known.digests is None:
+            known.digests = np.zeros(write.shape[0], np.uint64)
+        if made is not None and known.codes is not None:
+            known.codes[write.rows] = made
+        if known.digests is not None:
+            known.digests[write.rows] = 0 if digests is None else digests
+        known.version = version
 
 
 def relative_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
     """The codec itself, without those that follow, if its rows may be relative."""
+    own = gridded_codec(codec)
+    return own if own is not None and own.relative else None
+
+
+def gridded_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
+    """The codec itself, without those that follow, if its rows are on a grid."""
     own = codec.codec if isinstance(codec, Followed) else codec
-    return own if isinstance(own, LatticeRows | FloatingRows) and own.relative else None
+    return own if isinstance(own, LatticeRows | FloatingRows) else None
 
 
 def grid_of(codec: LatticeRows | FloatingRows) -> Grid | None:

@@ -21,7 +21,7 @@ from cnr_store.errors import SaveError
 from cnr_store.ranks.placement import Span
 from cnr_store.writing.exchange import Peers, columns_of
 from cnr_store.writing.plan import Array, RowsWrite
-from cnr_store.writing.row_codes import grid_of, relative_codec
+from cnr_store.writing.row_codes import grid_of, gridded_codec
 
 
 def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | None) -> list[RowsWrite]:
@@ -133,9 +133,9 @@ def lattice_of(config: Mapping[str, Any] | None) -> LatticeRows | None:
 
 
 def stored_grid(config: Mapping[str, Any] | None) -> Grid | None:
-    """The grid that relative rows were stored on, by the codec's configuration in a record; None without one of all."""
+    """The grid that rows were stored on, by the codec's configuration in a record; None without one of all."""
     try:
-        codec = None if config is None else relative_codec(row_codec(config))
+        codec = None if config is None else gridded_codec(row_codec(config))
     except CodecError:  # a newer release's
         return None
     return None if codec is None else grid_of(codec)

@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant(
         "rows of a failed save stay dirty",
         "cnr_store/training/saving/save_queue.py",
-        "        else:\n            self.tracker.restore(dirty)\n        # The next",
+        "        else:\n            self.tracker.restore(taken.dirty)\n        # The next",
         "        # The next",
         f"{STORE}/training/saving/test_failing_saves.py {STORE}/writing/test_faults.py",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,14 +61,17 @@ from cnr_store.training.model.object_state import spread_state
 from cnr_store.training.model.optimizer_state import Tree, load_optimizer
 from cnr_store.training.model.rng_state import seed_rng, set_rng_state
 from cnr_store.training.model.row_arrays import slot_parts
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import AnyArray, assign_dense, dense_tensor
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.model.wrappers import unwrap_tree
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.lineage import Lineage
+from cnr_store.writing.row_codes import Known
 
 ExpectedSlots = tuple[Optimizer, Slots]
+Learn = Callable[[Table, int, Sequence[Mapping[str, Any] | None]], Known | None]
 log = logging.getLogger("cnr_store")
 
 
@@ -104,6 +107,7 @@ class Restore:
         self._group = group or Alone()
         self._names = parameter_names(trained.model)
         self._exact: Collection[str] = ()
+        self.learned: Mapping[str, Known] = {}
         self._extra: dict[str, Any] = {}
         # Decodes what `metadata` was given, so it is a proof, too.
         self._info = VersionInfo.from_record(record)
@@ -204,16 +208,21 @@ class Restore:
 
     @torch.inference_mode(False)
     def run(
-        self, rng: bool, transfer: Transfer, on_rows: Callable[[list[ExpectedSlots]], object] = list
+        self,
+        rng: bool,
+        transfer: Transfer,
+        on_rows: Callable[[list[ExpectedSlots]], object] = list,
+        learn: Learn | None = None,
     ) -> tuple[Restored, dict[str, Bitmap]]:
         """Read everything into place.
 
         `on_rows` is called once all rows are read, before code of the caller that may change them.
+        `learn` gives what is noted of arrays as they are read, which `learned` has then.
 
-        Returns: What was restored, and for each table that is now what the version holds, packed, the rows that changed
-        since its whole version.
+        Returns: What was restored, and by path of each array that is now what the version holds, packed, the rows that
+        changed since its whole version.
         """
-        changed, salvaged = self._read_rows(transfer)
+        changed, salvaged = self._read_rows(transfer, learn)
         on_rows([(fit.optimizer, fit.expected_slots()) for fit in self._fits])
         self._read_modules(transfer)
         for fit in self._fits:
@@ -244,8 +253,10 @@ class Restore:
         )
         return restored, changed
 
-    def _read_rows(self, transfer: Transfer) -> tuple[dict[str, Bitmap], dict[str, SalvagedRows]]:
-        """Fill the rows; what changed since its whole version by table, what was salvaged by table and slot."""
+    def _read_rows(
+        self, transfer: Transfer, learn: Learn | None
+    ) -> tuple[dict[str, Bitmap], dict[str, SalvagedRows]]:
+        """Fill the rows; what changed since its whole version by path, what was salvaged by table and slot."""
         targets: list[tuple[str, TableFit, tuple[ColumnPart, ...]]] = [
             (fit.table.path, fit, fit.table.parts) for fit in self._match.tables
         ]
@@ -268,12 +279,16 @@ class Restore:
             target = Target(fit.table.first_row, fit.table.local_rows, parts)
             if fit.exact:
                 exact[path] = all_rows(reader, target)
+                if learn is not None and isinstance(reader, ArrayReader):
+                    configs = [link.entry.codec for link in reader.links]
+                    exact[path].learned = learn(fit.table, reader.columns, configs)
             else:
                 others.append(ChosenRows(reader, target, fit.ids))
         fill_all([*exact.values(), *others], transfer)
         self._exact = exact.keys()
+        self.learned = {path: each.learned for path, each in exact.items() if each.learned is not None}
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
-        changed = {fit.table.name: exact[fit.table.path].changed() for fit in self._match.tables if fit.exact}
+        changed = {path: rows.changed() for path, rows in exact.items()}
         return changed, {key: rows for key, rows in salvaged_by_label(salvagers).items() if rows is not None}
 
     def explain_changes(self, tracker: Tracker) -> None:

@@ -31,6 +31,7 @@ from cnr_store.training.model.tensors import (
     rows_view,
 )
 from cnr_store.training.tracking.bitmap import Bitmap
+from cnr_store.writing.row_codes import Known
 
 log = logging.getLogger("cnr_store")
 Reader = ArrayReader | SalvageReader
@@ -74,6 +75,7 @@ class AllRows(Fill):
         super().__init__(reader, target)
         self._changed = np.zeros(target.rows, bool)
         self._memory = _plain_memory(reader, target)
+        self.learned: Known | None = None  # what is noted of the rows as they are read
 
     def fill(self, first: int, rows: int) -> None:
         start = first - self.target.first_row
@@ -82,7 +84,9 @@ class AllRows(Fill):
             if self._memory is None
             else self._memory[start : start + rows]
         )
-        self._changed[start : start + rows] = self.reader.read(first, out)
+        changed = self._changed[start : start + rows] = self.reader.read(first, out)
+        if self.learned is not None:
+            self.learned.read(out, start, self.reader.element, changed)
         if self._memory is None:
             for part in self.target.parts:
                 assign_rows(part.tensor, start, _columns(part, out))
@@ -131,6 +135,7 @@ class RowsThere(AllRows):
                 )
             return False
         self._changed[start : start + rows] = changed
+        self.learned = None  # the rows are not here
         return True
 
 

@@ -1,15 +1,15 @@
-"""What saves do with each table, and why, for people."""
+"""What saves do with each table, and why; what a save wrote, and how long that took: for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import array_dtype
-from cnr_store.training.saving.stats import bytes_text
 
+How = Literal["tracked", "compared", "whole"]
 _COLUMNS = ("table", "", "bits", "rows", "changed", "a save now", "whole", "why")
 
 
@@ -22,13 +22,15 @@ class ExplainedTable:
     name, rows
         The table, and its rows.
     whole
-        Whether all rows are saved, because those that changed are not known.
+        Whether all rows are saved, because neither hooks nor what is known of the rows stored tell which changed.
     why
-        Why the table is whole, or how its rows are tracked.
+        Why the table is compared or whole, or how its rows are tracked.
     bits
         Width of its quantized rows; 32 is lossless. None where a codec of another kind has no width.
     changed
         Rows that a delta now would hold.
+    compared
+        Whether saves compare all rows with what is stored, because hooks can't tell which of them changed.
     bytes, whole_bytes
         Bytes that these rows, and all rows, are expected to take, with the optimizer state beside them.
     """
@@ -41,6 +43,7 @@ class ExplainedTable:
     changed: int
     bytes: int
     whole_bytes: int
+    compared: bool = False
 
 
 class Explanation(tuple[ExplainedTable, ...]):
@@ -59,10 +62,8 @@ class Explanation(tuple[ExplainedTable, ...]):
         found = cls(tables)
         changed = {table.name: table.changed for table in found}
         found.snapshot_bytes = snapshot_bytes
-        # Some rows of tables are copied before all rows of others.
-        delta = sorted(arrays, key=lambda each: changed[each.table.name] >= each.table.local_rows)
         found.live_bytes = _without_room(
-            [changed[each.table.name] * _local_row_bytes(each) for each in delta], snapshot_bytes
+            [changed[each.table.name] * _local_row_bytes(each) for each in arrays], snapshot_bytes
         )
         found.whole_live_bytes = _without_room(
             [each.table.local_rows * _local_row_bytes(each) for each in arrays], snapshot_bytes
@@ -105,25 +106,26 @@ def _without_room(sizes: Iterable[int], limit: int) -> int:
 
 
 def explained(
-    name: str, rows: int, whole: bool, why: str, config: Mapping[str, Any], changed: int, row_bytes: float
+    name: str, rows: int, how: How, why: str, config: Mapping[str, Any], changed: int, row_bytes: float
 ) -> ExplainedTable:
     """What a delta would hold of a table, whose codec has this configuration."""
     return ExplainedTable(
         name=name,
         rows=rows,
-        whole=whole,
+        whole=how == "whole",
         why=why,
         bits=32 if config["id"] == "cnr_rows" else config.get("bits"),
         changed=changed,
         bytes=round(changed * row_bytes),
         whole_bytes=round(rows * row_bytes),
+        compared=how == "compared",
     )
 
 
 def _cells(table: ExplainedTable) -> tuple[str, ...]:
     return (
         table.name,
-        "whole" if table.whole else "tracked",
+        "whole" if table.whole else "compared" if table.compared else "tracked",
         "-" if table.bits is None else str(table.bits),
         f"{table.rows:,}",
         f"{table.changed:,}",
@@ -131,3 +133,68 @@ def _cells(table: ExplainedTable) -> tuple[str, ...]:
         bytes_text(table.whole_bytes),
         table.why,
     )
+
+
+@dataclass(frozen=True)
+class SaveStats:
+    """What a committed save wrote, and how long that took.
+
+    Attributes
+    ----------
+    rows, table_rows
+        Rows written, and rows of all tables.
+    bytes
+        Bytes of all objects of the version.
+    fold_bytes
+        Bytes of the folds that were made in the background since the version before this one was committed. They are
+        stored beside the versions.
+    ratio
+        `bytes` as a share of what a full copy takes: every table, its optimizer state, and all dense tensors, as
+        `torch.save` writes them.
+    seconds_stalled
+        How long `save` held the training thread.
+    live_bytes
+        Bytes in memory of the rows that did not fit into `snapshot_bytes`: `save` encoded them before it returned. Of
+        many ranks, on this one.
+    seconds_writing
+        From the beginning of the write in the background to the commit.
+    seconds_encoding, seconds_putting, seconds_waiting
+        Of these, the seconds spent on encoding rows, on writing objects, and in pauses: before retries, and for
+        `max_write_bytes_per_second`. Threads work beside each other, and their seconds add up.
+    ranks
+        None if one process saved. Of many ranks, the same on all: `world`, their number; by rank, the `bytes` that each
+        wrote, and the `seconds` that it took for them; the fastest waits for the slowest. Of more than 64 ranks, each
+        of these is the `min`, `mean` and `max`.
+    """
+
+    rows: int
+    table_rows: int
+    bytes: int
+    ratio: float
+    seconds_stalled: float
+    seconds_writing: float
+    seconds_encoding: float
+    seconds_putting: float
+    seconds_waiting: float
+    ranks: Mapping[str, Any] | None = None
+    fold_bytes: int = 0
+    live_bytes: int = 0
+
+
+def save_line(stats: SaveStats, step: int, kind: str) -> str:
+    """The line that the log has of a save."""
+    live = f" ({bytes_text(stats.live_bytes)} beyond snapshot_bytes were encoded)" if stats.live_bytes else ""
+    folded = f"; {bytes_text(stats.fold_bytes)} of folds were written before" if stats.fold_bytes else ""
+    return (
+        f"step {step}: {kind}, {stats.rows:,} of {stats.table_rows:,} rows, {bytes_text(stats.bytes)} "
+        f"({100 * stats.ratio:.1f} % of full), stalled {1000 * stats.seconds_stalled:.0f} ms{live}, "
+        f"written in {stats.seconds_writing:.1f} s{folded}"
+    )
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes for people, in powers of a thousand: 12.9 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.1f} {unit}"
+    return f"{nbytes / 1e3:.1f} kB"

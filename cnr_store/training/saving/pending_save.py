@@ -15,7 +15,7 @@ from cnr_store.errors import ClosedError, SaveError, SkippedError
 from cnr_store.format.record import Record
 from cnr_store.training.process.latch import Latch
 from cnr_store.training.process.reentrant_guard import ReentrantGuard
-from cnr_store.training.saving.stats import SaveStats
+from cnr_store.training.saving.explanation import SaveStats
 
 log = logging.getLogger("cnr_store")
 

@@ -26,13 +26,12 @@ from cnr_store.training.model.arguments import Overlap
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
-from cnr_store.training.saving.explanation import Explanation
+from cnr_store.training.saving.explanation import Explanation, SaveStats, save_line
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave, SaveCallbacks
 from cnr_store.training.saving.planner import Planner
-from cnr_store.training.saving.snapshot import Bitmaps, Snapshot
-from cnr_store.training.saving.stats import SaveStats, save_line
-from cnr_store.training.saving.tally import Tally
+from cnr_store.training.saving.snapshot import Snapshot
+from cnr_store.training.saving.tally import ArrayOf, Taken, Tally
 from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.training.tracking.tracker import Tracker
@@ -92,7 +91,7 @@ class SaveQueue:
         self._failures = 0  # in a row
         self._live_pace: float | None = None
         self._callbacks = callbacks
-        self._pending: tuple[PendingSave, Bitmaps] | None = None
+        self._pending: tuple[PendingSave, Taken] | None = None
         self._untold: PendingSave | None = None  # it failed before a load, and no save came behind
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
         self.tracker = Tracker(
@@ -150,7 +149,7 @@ class SaveQueue:
         self._tally.placements, fails = placements, f"the save of step {pending.step} can't begin"
         try:
             # Before the swap, which fills `dirty`: after an interrupt, what it took must be given back.
-            self._pending = (pending, snapshot.dirty)
+            self._pending = (pending, snapshot.taken)
             self.tracker.swap(snapshot.dirty)
             self._tally.join(snapshot.dirty)
             plan = self._plan(pending, snapshot, full)
@@ -191,16 +190,20 @@ class SaveQueue:
                 self.finish_latest()
             else:  # its outcome is the next save's to tell, and that one has its rows
                 dirty = {
-                    name: rows | taken[name] if taken[name].shape == rows.shape else rows
+                    name: rows | taken.dirty[name] if taken.dirty[name].shape == rows.shape else rows
                     for name, rows in dirty.items()
                 }
-        explained = self.planner.explain(arrays, dirty, tracker.ways(), tracker.whole_reasons())
+        unsafe = tracker.whole_reasons()
+        compared = self.planner.compare(arrays, unsafe, full=False)
+        taken = Taken([ArrayOf(each.path, each.table) for each in arrays], dirty, compared)
+        explained = self.planner.explain(taken, arrays, tracker.ways(), unsafe)
         explained.live_pace = self._live_pace
         return explained
 
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Callable[[], Plan]:
         snapshot.small = self._small = SmallTables.among(snapshot.arrays, self._small)
-        changed = self.planner.count(snapshot.dirty, full)
+        snapshot.compared.update(self.planner.compare(snapshot.arrays, snapshot.unsafe, full))
+        changed = self.planner.count(snapshot, full)
         decision = self.planner.decide(snapshot, full, changed)
         if not decision.full:  # a full version holds every row, flagged or not
             self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole, snapshot.small)
@@ -282,19 +285,19 @@ class SaveQueue:
         if self._pending is None:
             self._untold = self._untold if next_step is None else None
             return
-        pending, dirty = self._pending
+        pending, taken = self._pending
         if pending.result_taken and pending.future.cancelled():  # `start` and its undoing were interrupted
-            self.tracker.restore(dirty)
+            self.tracker.restore(taken.dirty)
             self._pending = None
             return
         pending.callbacks_done.wait()  # on_done may take the result
         error = pending.future.exception()
         if error is None:
-            self.planner.apply_commit(pending.future.result(), dirty)
+            self.planner.apply_commit(pending.future.result(), taken)
             if pending.live_pace:
                 self._live_pace = pending.live_pace
         else:
-            self.tracker.restore(dirty)
+            self.tracker.restore(taken.dirty)
         # The next delta would need the lost base, too.
         if isinstance(error, BaseLostError):
             self.planner.drop_bases()

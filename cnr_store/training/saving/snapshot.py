@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,11 @@ from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.tracking.bitmap import Bitmap, RowIds
+from cnr_store.training.saving.tally import ArrayOf, Bitmaps, Taken
+from cnr_store.training.tracking.bitmap import RowIds
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.writing.plan import DenseWrite, EncodedRows
 
-Bitmaps = dict[str, Bitmap]
 _SAVES_BEFORE_SHRINKING = 4
 _WORD_BYTES = 4
 _TOGETHER = ""  # under which the rows of small tables are staged
@@ -197,13 +198,20 @@ class Snapshot:
     parameters: frozenset[str] = frozenset()  # paths of the model's parameters among `dense`
     # Per table, packed: the rows that may have changed since the last save. The tracker fills it.
     dirty: Bitmaps = field(default_factory=dict)
-    # Tables whose changed rows are not known, and why
+    # By path of arrays of tables whose changed rows hooks don't know: the rows that differ from what is stored
+    compared: Bitmaps = field(default_factory=dict)
+    # Tables whose changed rows hooks don't know, and why
     unsafe: Mapping[str, str] = field(default_factory=dict)
     # On the first rank, the digests of the `parts` of all ranks, in rank order
     part_digests: Sequence[str] = ()
     dense_bytes: int = 0  # `own_shared_bytes` of the first rank, by which all ranks decide alike
     # The tables among `arrays` whose rows are found and copied together
     small: SmallTables = field(default_factory=lambda: SmallTables.among([]))
+
+    @cached_property
+    def taken(self) -> Taken:
+        """The rows that changed, without the memory of their arrays."""
+        return Taken([ArrayOf(each.path, each.table) for each in self.arrays], self.dirty, self.compared)
 
     @property
     def own_shared_bytes(self) -> int:

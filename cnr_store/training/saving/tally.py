@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,22 +16,107 @@ from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, add_counts, bitmap_bytes, full_bitmap
-from cnr_store.writing.lineage import ArrayLine, Lineage
+from cnr_store.writing.lineage import ArrayLine
 from cnr_store.writing.plan import Held
 
+Bitmaps = dict[str, Bitmap]
 _MIN_SHARE_TO_KEEP = 1 / 8
-"""Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
+"""Of all arrays' bytes: below it, arrays whose rows all changed are no reason for retention to keep a version."""
 
 
 @dataclass(frozen=True)
 class Changed:
-    """How many rows changed, on all ranks: by what a delta may cover, and by table, (blocks,) of `BLOCK_ROWS` rows."""
+    """How many rows changed, on all ranks: by what a delta may cover, and by array, (blocks,) of `BLOCK_ROWS` rows."""
 
     counts: Mapping[Since, Mapping[str, Counts]]
 
-    def rows(self, since: Since, table: str) -> int:
-        """Rows of a table."""
-        return int(self.counts[since][table].sum())
+    def rows(self, since: Since, path: str) -> int:
+        """Rows of an array."""
+        return int(self.counts[since][path].sum())
+
+
+class _Array(Protocol):
+    """An array of a table."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def table(self) -> Table: ...
+
+
+class ArrayOf(NamedTuple):
+    """An array of a table, without its memory."""
+
+    path: str
+    table: Table
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The rows that a snapshot takes to be changed.
+
+    `dirty`, `compared`: as in `RowSets`.
+    """
+
+    arrays: Sequence[ArrayOf]
+    dirty: Bitmaps
+    compared: Bitmaps
+
+
+class RowSets:
+    """The rows of each array that changed since a version that its delta may depend on.
+
+    `dirty`: by table name, packed: the rows that may have changed since the last version.
+    `compared`: by path of arrays that were compared with what is stored: the rows that differ from `parents`.
+    `since_whole`: by path: the rows that changed between the array's whole version and the last one.
+    `parents`: what compared arrays were compared with.
+    `by_array`: whether arrays of a table may differ. Of many ranks, all count by tables.
+    """
+
+    def __init__(
+        self, dirty: Bitmaps, compared: Bitmaps, since_whole: Bitmaps, parents: Since, *, by_array: bool
+    ) -> None:
+        self._dirty, self._compared, self._since_whole, self._parents = dirty, compared, since_whole, parents
+        self._by_array = by_array
+        self._joined: dict[tuple[int, int], Bitmap] = {}  # arrays of a table share their sets
+        self._filled: dict[tuple[int, bool], Bitmap] = {}
+
+    def of(self, array: _Array, since: Since) -> Bitmap:
+        """The rows that changed: all, if the whole version of the array is not known."""
+        compared = self._compared.get(array.path)
+        if compared is not None and since == self._parents:
+            return compared
+        dirty = self._dirty[array.table.name] if compared is None else compared
+        if since == "previous":
+            return dirty
+        former = self._since_whole.get(self._key(array))
+        if former is None or former.size != bitmap_bytes(array.table.local_rows):  # the table grew
+            return self._of_all(array, changed=True)
+        key = id(dirty), id(former)
+        if key not in self._joined:
+            self._joined[key] = dirty | former
+        return self._joined[key]
+
+    def since_whole(self, version: str, lines: Mapping[str, ArrayLine], arrays: Iterable[_Array]) -> Bitmaps:
+        """By path, the rows that changed since the array's whole version, once `version` was committed with `lines`."""
+        keys = {self._key(array): array for array in arrays}
+        # An array that this version holds whole starts over; any other still lacks what it lacked.
+        return {
+            key: self._of_all(array, changed=False)
+            if lines[key].links == (version,)
+            else self.of(array, "baseline")
+            for key, array in keys.items()
+        }
+
+    def _key(self, array: _Array) -> str:
+        return array.path if self._by_array else array.table.path
+
+    def _of_all(self, array: _Array, *, changed: bool) -> Bitmap:
+        key = array.table.local_rows, changed
+        if key not in self._filled:
+            self._filled[key] = full_bitmap(key[0]) if changed else np.zeros(bitmap_bytes(key[0]), np.uint8)
+        return self._filled[key]
 
 
 class Tally:
@@ -76,18 +163,25 @@ class Tally:
         columns = tuple((part.first_column, part.columns) for part in array.parts)
         return Held(array.table.first_row, array.table.local_rows, columns, placement, counts)
 
-    def counts(self, flags: Mapping[str, Bitmap]) -> dict[str, Counts]:
-        """(blocks,) by table: the rows flagged of each `BLOCK_ROWS` rows; each row counts once."""
-        sizes = [block_count(table.rows) for table in self._tables]
-        edges = np.cumsum([0, *sizes])
+    def counts(self, arrays: Sequence[_Array], flags: Callable[[_Array], Bitmap]) -> dict[str, Counts]:
+        """(blocks,) by path: the rows flagged of each `BLOCK_ROWS` rows of an array; each row counts once.
+
+        `flags`: gives the rows flagged of an array. Arrays of a table that have the same are counted together.
+        """
+        numbers: dict[tuple[str, int], int] = {}
+        counted: list[tuple[Table, Bitmap]] = []
+        of: dict[str, int] = {}
+        for array in arrays:
+            flagged = flags(array)
+            of[array.path] = numbers.setdefault((array.table.name, id(flagged)), len(counted))
+            if of[array.path] == len(counted):
+                counted.append((array.table, flagged))
+        edges = np.cumsum([0, *(block_count(table.rows) for table, _ in counted)])
         total = np.zeros(int(edges[-1]), np.int64)
-        for table, first, size in zip(self._tables, edges, sizes, strict=False):
-            self._count(flags[table.name], table, total[first : first + size])
+        for (table, flagged), (first, end) in zip(counted, pairwise(edges.tolist()), strict=True):
+            self._count(flagged, table, total[first:end])
         total = self._group.sum(total)
-        return {
-            table.name: total[first : first + size]
-            for table, first, size in zip(self._tables, edges, sizes, strict=False)
-        }
+        return {path: total[edges[number] : edges[number + 1]] for path, number in of.items()}
 
     def _count(self, flags: Bitmap, table: Table, into: Counts) -> None:
         """Add up the rows flagged of those that this rank counts: no other rank that has them does."""
@@ -123,64 +217,39 @@ def slice_rows(flags: Bitmap, first_row: int, rows: int) -> Bitmap:
     return np.packbits(bits[start : start + rows], bitorder="little")
 
 
-def since_whole_after(
-    version: str,
-    lineage: Lineage,
-    tables: Sequence[Table],
-    since_whole: Mapping[str, Bitmap],
-    dirty: Mapping[str, Bitmap],
-) -> dict[str, Bitmap]:
-    """Per table, packed: the rows changed since its whole version, once `version` was committed with dirty rows."""
-    # A table that this version holds whole starts over; any other still lacks what it lacked.
-    return {
-        table.name: np.zeros_like(dirty[table.name])
-        if lineage.lines[table.path].links == (version,)
-        else since_whole[table.name] | dirty[table.name]
-        for table in tables
-    }
-
-
-def changed_since(table: Table, since: Since, dirty: Bitmap, since_whole: Bitmap | None) -> Bitmap:
-    """The rows of a table that changed since the version that a delta would depend on: all, if none is known.
-
-    `dirty`, `since_whole`: those that changed since the last version, and between its whole version and that one.
-    """
-    if since == "previous":
-        return dirty
-    if since_whole is None or not has_whole(table, since_whole):
-        return full_bitmap(table.local_rows)
-    return dirty | since_whole
-
-
-def has_whole(table: Table, since_whole: Bitmap | None) -> bool:
-    """Whether a whole version of a table is known: there is one, and the table did not grow since."""
-    return since_whole is not None and since_whole.size == bitmap_bytes(table.local_rows)
-
-
 def worth_whole(
-    tables: Sequence[Table], all_changed: Changed, since: Since, known: Collection[str]
+    arrays: Sequence[RowArray],
+    relative: Collection[str],
+    all_changed: Changed,
+    since: Since,
+    known: Collection[str],
 ) -> set[str]:
-    """Tables whose rows all changed, so that writing them whole costs no more than a delta.
+    """Paths of arrays whose rows all changed, so that writing them whole costs no more than a delta.
 
-    Later deltas depend on a whole, so retention keeps this version with everything in it. Small tables are not
+    Later deltas depend on a whole, so retention keeps this version with everything in it. Small arrays are not
     worth that where their delta would depend on the baseline, which is kept anyway.
 
-    `known`: names of the tables of which a whole version is known.
+    `relative`: paths of arrays whose rows may be relative: these take less as a delta.
+    `known`: paths of arrays of which a whole version is known.
     """
-    changed = [table for table in tables if all_changed.rows(since, table.name) == table.rows]
-    their_bytes, all_bytes = (sum(each.nbytes for each in some) for some in (changed, tables))
+    changed = [
+        array
+        for array in arrays
+        if array.path not in relative and all_changed.rows(since, array.path) == array.shape[0]
+    ]
+    their_bytes, all_bytes = (sum(each.nbytes for each in some) for some in (changed, arrays))
     if since == "baseline" and their_bytes < _MIN_SHARE_TO_KEEP * all_bytes:
-        changed = [table for table in changed if table.name not in known]
-    return {table.name for table in changed}
+        changed = [array for array in changed if array.path not in known]
+    return {array.path for array in changed}
 
 
 def not_continued(arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine]) -> dict[str, str]:
     """By name, the tables of which no delta may depend on what is stored, and why."""
     why = "no version before it can be continued"
-    return {array.table.name: why for array in arrays if not _continues(array, lines.get(array.path))}
+    return {array.table.name: why for array in arrays if not continues(array, lines.get(array.path))}
 
 
-def _continues(array: RowArray, line: ArrayLine | None) -> bool:
+def continues(array: RowArray, line: ArrayLine | None) -> bool:
     """Whether a delta of this array's table may depend on what is stored, its `line`.
 
     Optimizer state that was just made is written whole beside a delta of its table. A weight never is.

@@ -58,7 +58,8 @@ class Tracker:
     `trusted_classes`.
     `sharded`: TorchRec's modules that look up rows of `tables`.
 
-    `logs`: whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of them found.
+    `logs`: whether `whole_reasons` logs what it finds. Of many ranks, which compare nothing, the first logs what all of
+    them found.
     """
 
     def __init__(
@@ -178,6 +179,13 @@ class Tracker:
 
         Each reason is logged once for a table, in one warning for all tables.
         """
+        reasons = self.reasons()
+        if self.logs:
+            self.warn(reasons)
+        return reasons
+
+    def reasons(self) -> dict[str, str]:
+        """`whole_reasons`, without a word in the log."""
         return self._judge()[0]
 
     def _judge(self) -> tuple[dict[str, str], set[int]]:
@@ -192,18 +200,17 @@ class Tracker:
             known = id(tracker) in unchanged and not tracker.is_declared_whole
             if (reason := (None if known else tracker.whole_reason) or by_optimizers.get(name)) is not None:
                 reasons[name] = reason
-        if self.logs:
-            self.warn(reasons)
         return reasons, unchanged
 
     def warn(self, reasons: Mapping[str, str]) -> None:
-        """Log why tables are saved whole, each reason once."""
+        """Log of which tables hooks can't tell the changed rows, each reason once."""
+        how = "compared with what is stored" if self.logs else "saved whole"
         new = {name: reason for name, reason in reasons.items() if (name, reason) not in self._logged}
         self._logged.update(new.items())
         if len(new) == 1:
-            log.warning("table %r is saved whole: %s", *next(iter(new.items())))
+            log.warning("table %r is %s: %s", next(iter(new)), how, *new.values())
         elif new:
-            log.warning("%d tables are saved whole: %s", len(new), describe(summary(new)))
+            log.warning("%d tables are %s: %s", len(new), how, describe(summary(new)))
 
     def warn_of_strangers(self, owned: Callable[[], Collection[int]], objects: object) -> None:
         """See `SteppedTables.warn_of_strangers`."""
@@ -251,6 +258,8 @@ class Tracker:
         must be saved whole.
         """
         whole, unchanged = self._judge()
+        if self.logs:
+            self.warn(whole)
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:

@@ -313,6 +313,7 @@ def test_another_parent_is_told_by_the_check(tmp_path: Path, monkeypatch: pytest
         known = checkpointer._saves.planner._code_cache._known[PATH]
         job.train(1)
         row = int(np.flatnonzero((job.weight.detach().numpy() != job._saved).any(axis=1))[5])
+        assert known.codes is not None
         known.codes[row, 3] += 1
         second = job.save(checkpointer)
     with pytest.raises(CorruptionError, match=rf"version {second}.*do not come out as they were written"):

@@ -130,6 +130,7 @@ def test_one_rank_with_other_codes_writes_its_rows_absolute(
             job.change(kind.name, ids, truth, np.random.default_rng(0))
             if step == 4:
                 (known,) = job.checkpointers[1]._saves.planner._code_cache._known.values()
+                assert known.codes is not None
                 known.codes[:, 1] += 1
         found = job.found()
     assert 0 < counts[4] < counts[3]

@@ -11,7 +11,7 @@ import pytest
 import cnr_store
 from cnr_backends import open_backend
 from cnr_store.cli.app import main
-from cnr_store.training.saving.stats import SaveStats
+from cnr_store.training.saving.explanation import SaveStats
 from tests.test_store.ranks.support.small_job import SmallJob, find_small_models
 from tests.test_store.support.places import quick_folder
 

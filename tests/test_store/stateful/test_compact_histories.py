@@ -37,7 +37,7 @@ class FoldedExpected(Expected):
     def loaded(self, version: str) -> Content:
         content = super().loaded(version)
         if version in self.folded:
-            self._head = replace(content, changed={name: set() for name in SHAPES})
+            self._head = replace(content, changed={path: set() for path in content.changed})
         return content
 
     def removed(self, version: str) -> None:

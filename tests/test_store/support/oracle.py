@@ -39,7 +39,7 @@ class Content:
     whole
         Paths of the arrays that are written whole.
     changed
-        By table, the rows flagged since its weight was last written whole.
+        By path, the rows flagged since the array was last written whole.
     flagged
         By table, the rows flagged since the save before; forgotten only if this one is committed.
     other
@@ -123,24 +123,23 @@ class Expected:
         codecs: Mapping[str, Codec],
         flagged: dict[str, set[int]],
     ) -> Content:
+        head = self._head
         changed = {
-            name: flagged[name] | (self._head.changed[name] if self._head else set()) for name in SHAPES
+            path: flagged[path.split("/")[1]] | (head.changed.get(path, set()) if head else set())
+            for path in rows
         }
-        due = flagged if kind == "previous" else changed
-        content = Content(step, kind, {}, {}, set(), changed, flagged, other)
+        due = {path: flagged[path.split("/")[1]] for path in rows} if kind == "previous" else changed
+        content = Content(step, kind, {}, {}, set(), dict(changed), flagged, other)
+        worth = _worth_whole(kind, due, rows, codecs)
         for path, values in rows.items():
-            table = path.split("/")[1]
-            older = self._head.arrays.get(path) if self._head else None
-            everything = set(range(len(values)))
-            if kind == "full" or older is None or (due[table] == everything and _worth_whole(kind, due)):
+            older = head.arrays.get(path) if head else None
+            if kind == "full" or older is None or path in worth:
                 content.whole.add(path)
-            written = everything if path in content.whole else due[table]
+                content.changed[path] = set()
+            written = set(range(len(values))) if path in content.whole else due[path]
             saved = {row: (codecs[path], values[row].tobytes()) for row in written}
             content.arrays[path] = {**(older or {}), **saved}
             content.written[path] = written
-        for table in SHAPES:
-            if f"tables/{table}/weight" in content.whole:
-                changed[table] = set()
         # A version that leans on no other is a full one, whoever asked for it.
         return replace(content, earlier_sizes=() if content.whole == rows.keys() else self._sizes)
 
@@ -170,11 +169,23 @@ class Expected:
         return list(self.versions)[-1] if self.versions else None
 
 
-def _worth_whole(kind: str, due: Mapping[str, set[int]]) -> bool:
-    """Whether tables of which all rows are due are whole: not a few rows, if others lean on the baseline anyway."""
-    sizes = {name: rows * dim for name, (rows, dim) in SHAPES.items()}
-    changed = sum(sizes[name] for name, (rows, _) in SHAPES.items() if len(due[name]) == rows)
-    return kind == "previous" or 8 * changed >= sum(sizes.values())
+def _worth_whole(
+    kind: str, due: Mapping[str, set[int]], rows: Mapping[str, Array], codecs: Mapping[str, Codec]
+) -> set[str]:
+    """Arrays of which all rows are due are whole: not a few rows, if others lean on the baseline anyway.
+
+    Rows relative to others take less as a delta.
+    """
+    tables = {path: path.split("/")[1] for path in rows}
+    relative = {table for path, table in tables.items() if codecs[path] is RELATIVE}
+    changed = {
+        path
+        for path, table in tables.items()
+        if len(due[path]) == SHAPES[table][0]
+        and not (table in relative and isinstance(codecs[path], LatticeRows | FloatingRows))
+    }
+    is_much = 8 * sum(rows[path].nbytes for path in changed) >= sum(each.nbytes for each in rows.values())
+    return changed if kind == "previous" or is_much else set()
 
 
 def _nothing() -> dict[str, set[int]]:

@@ -183,17 +183,14 @@ class Oracle:
     def note(self, info: VersionInfo, bench: Bench, changes: dict[str, Array]) -> None:
         before = self.versions[info.previous] if info.previous else None
         expected = Expected({}, {}, {})
-        written = {name: self._written(info, name, changes[name], before, expected) for name in TABLES}
         for path, live in bench.rows_now().items():
             name = next(name for name in TABLES if path.startswith(slot_path(f"tables.{name}", "")))
             element = "bfloat16" if name == "bf16" and path.endswith("/weight") else element_of(live.dtype)
             lossless = self.bits == 32 or not path.endswith("/weight") or live.nbytes < 16 << 10
-            rows = written[name].copy()
+            rows = self._written(info, path, TABLES[name][0], changes[name], before, expected)
             values = live if lossless else reference_rows(live, element, self.bits)
             older = before.values.get(path) if before else None
-            if older is None:
-                rows[:] = True
-            else:
+            if older is not None:
                 values = np.where(rows.reshape(-1, *[1] * (live.ndim - 1)), values, older)
             expected.values[path] = values
             if rows.any():
@@ -204,14 +201,21 @@ class Oracle:
         self.versions[info.id] = expected
 
     def _written(
-        self, info: VersionInfo, name: str, ids: Array, before: Expected | None, expected: Expected
+        self,
+        info: VersionInfo,
+        path: str,
+        count: int,
+        ids: Array,
+        before: Expected | None,
+        expected: Expected,
     ) -> Flags:
-        written = np.zeros(TABLES[name][0], bool)
+        """The rows that a version has of an array, which begins anew where it is whole."""
+        written = np.zeros(count, bool)
         written[ids] = True
         # A table as small as the one that changes as a whole here is no new base where others keep theirs.
         is_new_base = written.all() and self.policy == "consecutive"
-        if info.kind == "baseline" or before is None or is_new_base:
-            expected.changed[name] = np.zeros_like(written)
+        if info.kind == "baseline" or before is None or path not in before.values or is_new_base:
+            expected.changed[path] = np.zeros_like(written)
             return np.ones_like(written)
-        expected.changed[name] = written | before.changed[name]
-        return written if self.policy == "consecutive" else expected.changed[name]
+        expected.changed[path] = written | before.changed[path]
+        return written if self.policy == "consecutive" else expected.changed[path]

@@ -21,6 +21,7 @@ def known_codes(checkpointer: cnr_store.Checkpointer) -> np.ndarray[Any, Any]:
     """The memory that holds the codes of the last version."""
     checkpointer._saves.finish_latest()
     known = checkpointer._saves.planner._code_cache._known[PATH]
+    assert known.codes is not None
     return known.codes
 
 

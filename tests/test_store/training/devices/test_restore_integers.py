@@ -111,6 +111,8 @@ def test_relative_rows_that_come_out_wrong_are_an_error(
         job.rows()["weight"][ids] += 0.3
         checkpointer.touch("items", ids)
         checkpointer._saves.finish_latest()
-        checkpointer._saves.planner._code_cache._known[TABLE].codes[33, 3] += 1
+        codes = checkpointer._saves.planner._code_cache._known[TABLE].codes
+        assert codes is not None
+        codes[33, 3] += 1
         checkpointer.save(step=1).result()
     assert "do not come out as they were written" in error_of(tmp_path, values, RELATIVE)

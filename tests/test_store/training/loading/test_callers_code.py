@@ -181,7 +181,7 @@ def test_what_it_changes_is_in_the_next_save(
                 assert "whole" not in caplog.text
             else:
                 assert version.rows == ROWS
-                assert f"table 't' is saved whole: {reason}" in caplog.text
+                assert f"table 't' is compared with what is stored: {reason}" in caplog.text
             assert_loads_alike(tmp_path, resumed)
 
 

@@ -138,10 +138,10 @@ def test_log_and_explain_say_why_training_waits(tmp_path: Path, caplog: pytest.L
         saving.save(0).result()
         [line] = [each for each in caplog.messages if each.startswith("step 0:")]
         assert "ms (1.3 MB beyond snapshot_bytes were encoded), written" in line
-        saving.touch("a", torch.arange(ROWS))
-        saving.touch("b", torch.arange(10))
+        saving.touch("a", torch.arange(10))
+        saving.touch("b", torch.arange(ROWS))
         after = saving.explain()
-        assert after.live_bytes == TABLE_BYTES  # the ten rows of b leave no room for all of a
+        assert after.live_bytes == TABLE_BYTES  # the ten rows of a leave no room for all of b
         assert after.live_pace is not None
         assert " s at the pace of the last one." in str(after).splitlines()[-1]
         assert str(after).splitlines()[-2].startswith("A delta now holds training until 1.3 MB of rows")

@@ -161,7 +161,9 @@ class Tables(nn.Module):
 
 
 @pytest.mark.slow
-def test_whole_tables_are_told_of_once_and_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_compared_tables_are_told_of_once_and_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Tables(20)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -172,16 +174,16 @@ def test_whole_tables_are_told_of_once_and_together(tmp_path: Path, caplog: pyte
             model.step(optimizer, [step])
             saving.save(step).result()
     (warning,) = said(caplog, logging.WARNING)
-    assert warning.startswith("20 tables are saved whole: 'a0', 'a1', ")
+    assert warning.startswith("20 tables are compared with what is stored: 'a0', 'a1', ")
     assert "'a15' and 4 more: Adam" in warning
     found = json.loads(
         CliRunner().invoke(app, ["info", str(tmp_path), "--json"], catch_exceptions=False).stdout
-    )["policy"]["whole"]
+    )["policy"]["compared"]
     ((reason, tables),) = found.items()
     assert reason.startswith("Adam")
     assert (tables["count"], tables["tables"]) == (20, [f"a{number}" for number in range(16)])
     shown = CliRunner().invoke(app, ["info", str(tmp_path)], catch_exceptions=False).stdout
-    assert re.search(r"^whole +'a0', 'a1', .* and 4 more: Adam", shown, re.MULTILINE)
+    assert re.search(r"^compared +'a0', 'a1', .* and 4 more: Adam", shown, re.MULTILINE)
 
 
 def test_the_record_says_why_a_table_is_whole_among_deltas(tmp_path: Path) -> None:
@@ -218,15 +220,19 @@ def test_explain_tells_of_each_table(tmp_path: Path) -> None:
         model.get_submodule("a0")(torch.tensor([1, 2, 3])).sum().backward()
         sgd.step()
         model.get_submodule("a2")(torch.tensor([5]))
+        small(torch.tensor([7])).sum().backward()
+        adam.step()
         explained = saving.explain()
         assert saving.explain() == explained
         assert all(isinstance(table, ExplainedTable) for table in explained)
         by_name = {table.name: table for table in explained}
-        assert {name: (table.rows, table.whole, table.changed) for name, table in by_name.items()} == {
-            "a0": (4000, False, 3),
-            "a1": (4000, False, 0),
-            "a2": (4000, False, 1),
-            "small": (20, True, 20),
+        assert {
+            name: (table.rows, table.whole, table.compared, table.changed) for name, table in by_name.items()
+        } == {
+            "a0": (4000, False, False, 3),
+            "a1": (4000, False, False, 0),
+            "a2": (4000, False, False, 1),
+            "small": (20, False, True, 1),
         }
         assert [table.bits for table in explained] == [4, 8, 8, 8]
         assert by_name["a0"].why == "rows with a gradient"
@@ -234,12 +240,12 @@ def test_explain_tells_of_each_table(tmp_path: Path) -> None:
         assert by_name["small"].why.startswith("Adam")
         assert 0 < by_name["a0"].bytes < by_name["a0"].whole_bytes / 1000
         assert by_name["a1"].bytes == 0
-        assert by_name["small"].bytes == by_name["small"].whole_bytes
+        assert by_name["small"].bytes == by_name["small"].whole_bytes / 20
         lines = str(explained).splitlines()
         assert len(lines) == 5
         assert re.fullmatch(r"a0 +tracked +4 +4,000 +3 +0\.0 kB +\S+ kB +rows with a gradient", lines[1])
         # It changed nothing: the rows are saved.
-        assert saving.save(1).result().rows == 3 + 1 + 20
+        assert saving.save(1).result().rows == 3 + 1 + 1
 
 
 def test_explain_counts_the_rows_of_the_save_before(tmp_path: Path) -> None:

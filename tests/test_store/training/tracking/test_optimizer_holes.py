@@ -148,14 +148,14 @@ class ByColumn(Optimizer):
             parameter -= 0.1 * parameter.grad
 
 
-@pytest.mark.parametrize(("dim", "rows"), [(ROWS, ROWS), (4, 1)])
-def test_state_of_a_square_table_may_be_kept_for_columns(tmp_path: Path, dim: int, rows: int) -> None:
+@pytest.mark.parametrize("dim", [ROWS, 4])
+def test_state_of_a_square_table_may_be_kept_for_columns(tmp_path: Path, dim: int) -> None:
     job = Job(tmp_path, ByColumn, dim=dim, trusted=[ByColumn])
     with job.checkpointer() as checkpointer:
         for step in range(3):
             job.train(step)
             version = checkpointer.save(step).result()
-    assert version.rows == rows
+    assert version.rows == 1  # that of a square table is found by comparison
     loaded = job.loaded()
     assert torch.equal(loaded.weight, job.weight)
     kept = (each.optimizer.state[each.weight]["columns"] for each in (loaded, job))

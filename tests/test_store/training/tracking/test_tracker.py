@@ -254,7 +254,7 @@ def test_each_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             bench.write(1)
             bench.swap()
     (record,) = caplog.records
-    assert "table 't' is saved whole: it was changed outside" in record.getMessage()
+    assert "table 't' is compared with what is stored: it was changed outside" in record.getMessage()
 
 
 def test_clear_forgets_everything() -> None:

@@ -1,0 +1,162 @@
+"""Copies the rows that a version needs, as far as there is room, and makes the writes of their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from cnr_store.format.grid import Counts
+from cnr_store.policies.policy import Decision
+from cnr_store.training.model.row_arrays import RowArray, checked
+from cnr_store.training.saving.codec_choice import CodecChoice, takes_changing_rows
+from cnr_store.training.saving.options import codec_of
+from cnr_store.training.saving.pending_save import PendingSave
+from cnr_store.training.saving.snapshot import LiveRows, Snapshot, StagedRows, StagedTogether, Staging
+from cnr_store.training.saving.tally import Changed, RowSets, Tally
+from cnr_store.training.tracking.bitmap import Bitmap, RowIds, rows_of
+from cnr_store.writing.exchange import is_sent_encoded
+from cnr_store.writing.lineage import ArrayLine
+from cnr_store.writing.plan import EncodedRows, RowsWrite
+from cnr_store.writing.row_codes import LEAST_DIGESTED_BYTES, CodeCache, gridded_codec
+from cnr_store.writing.steps import keep_step
+
+Keeps = Literal["none", "whole", "all"]
+
+
+class Copies:
+    """Copies rows, one snapshot at a time.
+
+    `keeps`: of which arrays later deltas may depend on what is written: of those that are whole, or of all.
+    """
+
+    def __init__(
+        self, staging: Staging, code_cache: CodeCache, codecs: CodecChoice, tally: Tally, keeps: Keeps
+    ) -> None:
+        self.staging = staging
+        self._code_cache, self._codecs, self._tally, self._keeps = code_cache, codecs, tally, keeps
+
+    def rows(
+        self,
+        decision: Decision,
+        snapshot: Snapshot,
+        sets: RowSets,
+        lines: Mapping[str, ArrayLine],
+        changed: Changed,
+        whole: Collection[str],
+        pending: PendingSave,
+    ) -> Callable[[], list[RowsWrite]]:
+        """The rows to write of each array; they are copied now, as far as they fit.
+
+        `sets`, `changed`: which rows changed, and how many.
+        `lines`: of the version that this one continues.
+        `whole`: paths of the arrays to write whole.
+        """
+        self.staging.reset()
+        ids, staged = self._together(decision, snapshot, sets, whole)
+        copied = {path for path in ids if path in lines} if staged is not None else set()
+        listed: dict[int, RowIds] = {}  # arrays of a table share their sets
+        # An array of which all rows are written takes no row numbers, of 8 bytes each.
+        is_alone = self._tally.world == 1
+        every = {
+            array.path
+            for array in snapshot.arrays
+            if array.path in whole
+            or (is_alone and changed.rows(decision.since, array.path) == array.shape[0])
+        }
+        for array in snapshot.arrays:
+            if array.path not in every and array.path not in ids:
+                changes = sets.of(array, decision.since)
+                if id(changes) not in listed:
+                    listed[id(changes)] = rows_of(changes, array.table.local_rows)
+                ids[array.path] = listed[id(changes)]
+        arrays = checked(snapshot.arrays)
+
+        def write(array: RowArray) -> RowsWrite:
+            path = array.path
+            rows = staged.of(array) if staged and path in copied else None
+            line = None if path in whole else lines.get(path)
+            counts = None if line is None else changed.counts[decision.since][path]
+            is_compared = array.table.name in snapshot.unsafe
+            return self._write(array, line, decision, ids.get(path), counts, pending, rows, is_compared)
+
+        # Nothing that training may change is read any more of those that were copied together.
+        later = copied if is_alone else set()
+        now = {array.path: write(array) for array in arrays if array.path not in later}
+        return lambda: [now.get(array.path) or write(array) for array in arrays]
+
+    def _together(
+        self, decision: Decision, snapshot: Snapshot, sets: RowSets, whole: Collection[str]
+    ) -> tuple[dict[str, RowIds], StagedTogether | None]:
+        """The rows to write of arrays of small tables, by path, and copies of them.
+
+        Tables whose arrays differ in what changed are left out.
+        """
+        small, flags = snapshot.small, dict[str, Bitmap]()
+        changes = {
+            array.path: sets.of(array, decision.since) for array in small.arrays if array.path not in whole
+        }
+        alike: dict[str, set[int]] = {}
+        for array in small.arrays:
+            alike.setdefault(array.table.name, set()).add(id(changes.get(array.path)))
+        for array in small.arrays:
+            bits = changes.get(array.path)
+            if bits is not None and len(alike[array.table.name]) == 1:
+                flags[array.table.name] = bits
+        for name in small.names:
+            flags.setdefault(name, np.zeros_like(snapshot.dirty[name]))
+        numbers, edges = small.listed(small.joined(flags))
+        own = small.local(numbers, edges)
+        places = dict(zip(small.names, pairwise(edges.tolist()), strict=True))
+        ids = {
+            array.path: own[slice(*places[array.table.name])]
+            for array in small.arrays
+            if array.path in changes and len(alike[array.table.name]) == 1
+        }
+        return ids, self.staging.stage_together(small, own, edges)
+
+    def _write(
+        self,
+        array: RowArray,
+        line: ArrayLine | None,
+        decision: Decision,
+        ids: RowIds | None,
+        counts: Counts | None,
+        pending: PendingSave,
+        copied: StagedRows | None,
+        is_compared: bool,
+    ) -> RowsWrite:
+        table = array.table
+        written = None if line is None else ids
+        base = None if line is None else line.base(decision.since)
+        codec = keep_step(codec_of(self._codecs, array), line.lattice if line else None)
+        held = self._tally.held(array, counts)
+        codes = self._code_cache.for_write(
+            *(array.path, codec, base, written, table.first_row),
+            (table.local_rows if copied is None else array.shape[0], (*array.shape, 1)[1]),
+            parts=() if held is None else held.columns,
+            over=line.links[0] if line else None,
+            is_kept=self._keeps == "all" or (self._keeps == "whole" and base is None),
+            is_compared=is_compared
+            and held is None
+            and (array.row_bytes >= LEAST_DIGESTED_BYTES or gridded_codec(codec) is not None),
+        )
+        own = codec if is_sent_encoded(held, codec) else None
+        in_place = takes_changing_rows(codec)
+        source = copied or self.staging.stage(array, written, pending, in_place=in_place, codec=own)
+        return RowsWrite(
+            path=array.path,
+            shape=array.shape,
+            element=array.element,
+            base=base,
+            ids=None if written is None else written + table.first_row,
+            source=source,
+            codec=source.codec if isinstance(source, EncodedRows) else codec,
+            aliases=table.tied_names if array.is_weight else (),
+            boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
+            held=held,
+            is_live=isinstance(source, LiveRows),
+            codes=codes,
+        )
