@@ -50,7 +50,7 @@ def test_lines_are_packed_and_unpacked_as_the_reference_does(values: Rows, line:
     assert parsed(data, len(values), line).data == data
 
 
-@pytest.mark.parametrize("most", [1, 7, 127, 32767, (1 << 23) - 1, MOST])
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 127, 128, 32767, 32768, (1 << 23) - 1, 1 << 23, MOST])
 @pytest.mark.parametrize("line", [1, 2, 3, 4, 5, 6, 7, 33])
 def test_limits_of_each_width(most: int, line: int) -> None:
     lines = [[0] * line, [most] * line, [-most] * line, [*[0] * (line - 1), -most]]

@@ -306,6 +306,18 @@ def test_relative_rows_over_others_are_refused(older: Any, message: str) -> None
             read(parse(beneath), out, need, 0, pending)
 
 
+def test_relative_rows_over_relative_ones_of_another_grid_are_refused() -> None:
+    newer, older = Table(5, 50, 3), Table(5, 50, 3, step=2 * STEP)
+    for table in (newer, older):
+        table.write(np.arange(50))
+        table.write(np.arange(10, 20))
+    for read in (decode_into, lambda payload, _, need, *rest: take_rows(payload, need, *rest)):
+        need, out, pending = np.ones(50, np.uint8), np.empty((50, 3), np.float32), Pending(50, 3)
+        read(parse(newer.payloads[1]), out, need, 0, pending)
+        with pytest.raises(PayloadError, match=r"another grid than the step 0\.25"):
+            read(parse(older.payloads[1]), out, need, 0, pending)
+
+
 def test_rows_on_any_number_of_steps_are_read_where_relative_ones_may_be() -> None:
     """Only grids of relative rows are counted."""
     rows, steps = 300, [math.ldexp(128 + i % 128, i // 128 - 9) for i in range(300)]
