@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorstore
 import torch
+import xarray
 import zarr
 
 import cnr_store
-from cnr_backends import open_backend
+from cnr_backends import index_nbytes, open_backend
 from cnr_codecs import PayloadError, Scheme
 from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.written_link import WrittenLink, open_link
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
+from cnr_store.reading.server import serving
 from tests.nightly import FACTOR
 from tests.test_store.chains.test_lattice import (
     DIM,
     PATH,
     ROWS,
     Job,
+    Values,
     array_of,
     assert_reads,
     held,
@@ -33,6 +39,17 @@ from tests.test_store.chains.test_lattice import (
 )
 
 RELATIVE: dict[str, Any] = {"id": "cnr_lattice", "rms_step": 0.2, "relative": True}
+ARRAY_OF_VERSION_2 = {
+    "zarr_format": 2,
+    "shape": (ROWS, DIM),
+    "chunks": (4096, DIM),
+    "dtype": "<f4",
+    "fill_value": 0,
+    "order": "C",
+    "filters": None,
+    "compressor": {"id": "cnr_lattice"},
+}
+"""As plain zarr reads it with numcodecs' registry: one payload is its chunk."""
 
 
 def count_relative(url: str, version: str, only: str | None = None) -> int:
@@ -334,11 +351,48 @@ def test_older_readers_refuse_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(held(tmp_path, versions[0]).shape, (ROWS, DIM))
 
 
-def test_one_delta_alone_through_plain_zarr_names_the_view(tmp_path: Path) -> None:
-    _, versions = chain_of(tmp_path)
-    array = zarr.open_group(tmp_path / "versions" / versions[1], mode="r")[PATH]
-    with pytest.raises(PayloadError, match=r"cnr_store\.view"):
-        np.asarray(array[:])  # type: ignore[index]
+def plain_reads(folder: Path) -> list[Callable[[], Values]]:
+    """What readers that know no versions find in one or in a fold: zarr, xarray, and zarr by numcodecs' registry."""
+    (path,) = (path for path, node in opened(folder).members(None) if path.endswith(PATH))
+    (shard,) = (each for each in (folder / path / "c").rglob("*") if each.is_file())
+    payload = shard.read_bytes()[: -index_nbytes(1) - 4]  # and a checksum
+    with_registry = {".zarray": json.dumps(ARRAY_OF_VERSION_2).encode(), "0.0": payload}
+
+    def by_xarray() -> Values:
+        group, _, name = path.rpartition("/")
+        with xarray.open_datatree(folder, engine="zarr", chunks=None) as tree:
+            return np.asarray(tree[group][name].values)
+
+    def by_registry() -> Values:
+        store = {key: zarr.core.buffer.cpu.Buffer.from_bytes(data) for key, data in with_registry.items()}
+        return np.asarray(zarr.open_array(store, mode="r", zarr_format=2)[:])
+
+    return [lambda: np.asarray(opened(folder)[path][:]), by_xarray, by_registry]  # type: ignore[index]
+
+
+def opened(folder: Path) -> zarr.Group:
+    return zarr.open_group(folder, mode="r")
+
+
+def test_plain_readers_open_wholes_and_folds_but_no_delta(tmp_path: Path) -> None:
+    job, versions = chain_of(tmp_path)
+    cnr_store.compact(str(tmp_path), versions[3])
+    for folder in (tmp_path / "versions" / versions[0], tmp_path / "folds" / versions[3]):
+        for read in plain_reads(folder):
+            np.testing.assert_array_equal(read(), job.expected[folder.name])
+    for read in plain_reads(tmp_path / "versions" / versions[1]):
+        with pytest.raises(PayloadError, match=r"cnr_store\.view"):
+            read()
+
+
+def test_tensorstore_reads_relative_rows_over_http(tmp_path: Path) -> None:
+    job, versions = chain_of(tmp_path)
+    for _ in range(2):
+        with serving(str(tmp_path), versions[3]) as url:
+            spec = {"driver": "zarr3", "kvstore": f"{url}/{PATH}/"}
+            found = tensorstore.open(spec, read=True).result().read().result()
+        np.testing.assert_array_equal(found, job.expected[versions[3]])
+        cnr_store.compact(str(tmp_path), versions[3])
 
 
 def test_follow_diff_and_export_compose(tmp_path: Path) -> None:
