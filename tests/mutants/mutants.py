@@ -507,4 +507,18 @@ MUTANTS = [
         "pending)",
         f"{GRIDS} {STORE}/chains/test_relative.py",
     ),
+    Mutant(
+        "rows are relative to what their base has, no other version",
+        "cnr_store/writing/row_codes.py",
+        "return version is not None and (self.version, ",
+        "return version is not None and (version, ",
+        f"{STORE}/chains/test_relative.py",
+    ),
+    Mutant(
+        "rows are relative to codes on their own grid",
+        "cnr_store/writing/row_codes.py",
+        "own is not None and known.grid == grid_of(own)",
+        "own is not None",
+        f"{STORE}/chains/test_relative.py",
+    ),
 ]

@@ -17,6 +17,7 @@ import zarr
 import cnr_store
 from cnr_backends import index_nbytes, open_backend
 from cnr_codecs import PayloadError, Scheme
+from cnr_codecs.payload.coded import floating_values
 from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.written_link import WrittenLink, open_link
@@ -24,6 +25,7 @@ from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.reading.server import serving
 from tests.nightly import FACTOR
+from tests.test_codecs.references import floating
 from tests.test_store.chains.test_lattice import (
     DIM,
     PATH,
@@ -148,6 +150,69 @@ def test_a_rollback_and_a_fold_between_saves(tmp_path: Path) -> None:
         assert relative_rows(tmp_path, last) == 100
     for version, expected in job.expected.items():
         np.testing.assert_array_equal(held(tmp_path, version), expected)
+    no_findings(tmp_path)
+
+
+def test_rows_over_an_older_version_than_the_last_are_absolute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The codes that are known are those of the last version."""
+    job = Job(tmp_path, RELATIVE, policy="auto", max_chain=1)
+    with job.checkpointer() as checkpointer:
+        for seed in range(4):
+            job.train(seed)
+            job.save(checkpointer)
+    first, *deltas = job.expected
+    assert {recorded(tmp_path, each)[PATH].base for each in deltas} == {first}
+    assert [relative_rows(tmp_path, each) for each in deltas] == [100, 0, 0]
+    for version, expected in job.expected.items():
+        np.testing.assert_array_equal(held(tmp_path, version), expected)
+    assert not any("other codes" in each.getMessage() for each in caplog.records)
+    no_findings(tmp_path)
+
+
+def test_rows_over_those_of_another_grid_are_absolute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec, found = {"id": "cnr_floating", "relative": True}, {}
+    for mantissa, expected in ((3, 0), (3, 100), (4, 0)):
+        job = Job(tmp_path, codec | {"mantissa_bits": mantissa}, policy="consecutive")
+        with job.checkpointer() as checkpointer:
+            if found:
+                checkpointer.load()
+            with torch.no_grad():
+                job.weight[:100] *= 1.01
+            checkpointer.touch("songs", np.arange(100))
+            version = checkpointer.save(len(found)).result().id
+            found[version] = on_floats(job.weight.detach().numpy(), mantissa)
+        assert relative_rows(tmp_path, version) == expected
+        np.testing.assert_array_equal(held(tmp_path, version)[:100], found[version][:100])
+    assert not any("other codes" in each.getMessage() for each in caplog.records)
+    no_findings(tmp_path)
+
+
+def on_floats(values: Values, mantissa: int) -> Values:
+    codes, raw = floating.codes_of(values, mantissa, "float32")
+    assert not raw.any()
+    return np.asarray(floating_values(codes, mantissa, "float32"))
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_table_of_zeros_whose_rows_move_later(tmp_path: Path, relative: bool) -> None:
+    """Zeros have no scale: rows that move are stored as they are, until the table is whole again."""
+    job = Job(tmp_path, RELATIVE | {"relative": relative}, policy="consecutive")
+    with torch.no_grad():
+        job.weight.zero_()
+    with job.checkpointer() as checkpointer:
+        job.save(checkpointer)
+        for seed in (1, 1, 2):
+            job.train(seed)
+            version = job.save(checkpointer)
+        np.testing.assert_array_equal(held(tmp_path, version), job.weight.detach().numpy())
+        last = job.save(checkpointer, full=True)
+    for version, expected in job.expected.items():
+        np.testing.assert_array_equal(held(tmp_path, version), expected)
+    assert 0 < np.abs(job.expected[last] - job.weight.detach().numpy()).max() < 1
     no_findings(tmp_path)
 
 
