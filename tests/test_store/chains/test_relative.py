@@ -174,7 +174,8 @@ def test_rows_over_an_older_version_than_the_last_are_absolute(
 def test_rows_over_those_of_another_grid_are_absolute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    codec, found = {"id": "cnr_floating", "relative": True}, {}
+    codec: dict[str, Any] = {"id": "cnr_floating", "relative": True}
+    found: dict[str, Values] = {}
     for mantissa, expected in ((3, 0), (3, 100), (4, 0)):
         job = Job(tmp_path, codec | {"mantissa_bits": mantissa}, policy="consecutive")
         with job.checkpointer() as checkpointer:
