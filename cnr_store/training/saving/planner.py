@@ -319,9 +319,11 @@ class Planner:
 
     def _worth_whole(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> dict[str, str]:
         """The arrays that cost no more whole than as a delta, by path. Relative rows of all cost less."""
-        arrays = snapshot.arrays
-        relative = {each.path for each in arrays if relative_codec(codec_of(self._codecs, each)) is not None}
-        worth = worth_whole(arrays, relative, changed, decision.since, self._since_whole)
+        due = [each for each in snapshot.arrays if changed.rows(decision.since, each.path) == each.shape[0]]
+        absolute = [each for each in due if relative_codec(codec_of(self._codecs, each)) is None]
+        worth = (
+            worth_whole(absolute, snapshot.arrays, decision.since, self._since_whole) if absolute else set()
+        )
         return dict.fromkeys(worth, "all of its rows changed")
 
     def _whole_reasons(self, snapshot: Snapshot) -> dict[str, str]:

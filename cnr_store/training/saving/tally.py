@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -32,7 +33,17 @@ class Changed:
 
     def rows(self, since: Since, path: str) -> int:
         """Rows of an array."""
-        return int(self.counts[since][path].sum())
+        return self._rows[since][path]
+
+    @cached_property
+    def _rows(self) -> Mapping[Since, Mapping[str, int]]:
+        found: dict[Since, dict[str, int]] = {}
+        for since, counts in self.counts.items():
+            sums = {
+                id(each): int(each.sum()) for each in {id(each): each for each in counts.values()}.values()
+            }
+            found[since] = {path: sums[id(each)] for path, each in counts.items()}
+        return found
 
 
 class _Array(Protocol):
@@ -91,7 +102,7 @@ class RowSets:
         if since == "previous":
             return dirty
         former = self._since_whole.get(self._key(array))
-        if former is None or former.size != bitmap_bytes(array.table.local_rows):  # the table grew
+        if former is None or former.size != dirty.size:  # the table grew
             return self._of_all(array, changed=True)
         key = id(dirty), id(former)
         if key not in self._joined:
@@ -181,7 +192,8 @@ class Tally:
         for (table, flagged), (first, end) in zip(counted, pairwise(edges.tolist()), strict=True):
             self._count(flagged, table, total[first:end])
         total = self._group.sum(total)
-        return {path: total[edges[number] : edges[number + 1]] for path, number in of.items()}
+        parts = [total[first:end] for first, end in pairwise(edges.tolist())]  # which arrays may share
+        return {path: parts[number] for path, number in of.items()}
 
     def _count(self, flags: Bitmap, table: Table, into: Counts) -> None:
         """Add up the rows flagged of those that this rank counts: no other rank that has them does."""
@@ -218,29 +230,19 @@ def slice_rows(flags: Bitmap, first_row: int, rows: int) -> Bitmap:
 
 
 def worth_whole(
-    arrays: Sequence[RowArray],
-    relative: Collection[str],
-    all_changed: Changed,
-    since: Since,
-    known: Collection[str],
+    changed: Sequence[RowArray], arrays: Sequence[RowArray], since: Since, known: Collection[str]
 ) -> set[str]:
     """Paths of arrays whose rows all changed, so that writing them whole costs no more than a delta.
 
     Later deltas depend on a whole, so retention keeps this version with everything in it. Small arrays are not
     worth that where their delta would depend on the baseline, which is kept anyway.
 
-    `relative`: paths of arrays whose rows may be relative: these take less as a delta.
+    `changed`: arrays whose rows all changed, and are not relative: these take less as a delta.
     `known`: paths of arrays of which a whole version is known.
     """
-    changed = [
-        array
-        for array in arrays
-        if array.path not in relative and all_changed.rows(since, array.path) == array.shape[0]
-    ]
     their_bytes, all_bytes = (sum(each.nbytes for each in some) for some in (changed, arrays))
-    if since == "baseline" and their_bytes < _MIN_SHARE_TO_KEEP * all_bytes:
-        changed = [array for array in changed if array.path not in known]
-    return {array.path for array in changed}
+    is_much = since == "previous" or their_bytes >= _MIN_SHARE_TO_KEEP * all_bytes
+    return {array.path for array in changed if is_much or array.path not in known}
 
 
 def not_continued(arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine]) -> dict[str, str]:
