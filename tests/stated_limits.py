@@ -101,7 +101,8 @@ PHRASES = (
     ),
     f"below 2¹⁶, 2²⁴, 2³² | {', '.join(map(_power, BLOCK_CODES[ONE_BYTE + 1 :]))} |",
     f"bytes of {_BYTES[FOURS]} or more at width 1 and of {_BYTES[TWOS]} or more at width 2.",
-    f"The centers are integers from 0 to {MAX_DIFFERENCE + 1:,}, in packed lines of {CENTERS_LINE} of them",
+    f"The centers are integers from 0 to {MAX_DIFFERENCE + 1:,}, of the lines whose class is not 0, in their own "
+    f"order, in packed lines of {CENTERS_LINE} of them",
     f"A code is an integer of magnitude {MAX_CODE:,} or less",
     f"up to dim {NARROW_DIM} those of ⌊{NARROW_LINE} / dim⌋ rows",
     f"Their magnitudes are {MAX_DIFFERENCE:,} or less.",

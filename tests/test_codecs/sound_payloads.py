@@ -102,7 +102,7 @@ def frame(data: bytes) -> bytes:
     return made
 
 
-def lattice(rng: Rng, scheme: int, count: int, dim: int) -> tuple[bytes, bytes]:
+def lattice(rng: Rng, scheme: int, count: int, dim: int, mantissa: int = 0) -> tuple[bytes, bytes]:
     """The grid, and what follows it, of `count` rows of `dim` codes on a step; of differences on one or on floats."""
     scales = rng.choice([0, 0.2, 2, 300], count) if rng.random() < 0.7 else np.array([9e3])
     codes = np.rint(rng.normal(0, 1, (count, dim)) * scales[:, None])
@@ -111,8 +111,8 @@ def lattice(rng: Rng, scheme: int, count: int, dim: int) -> tuple[bytes, bytes]:
         at = int(rng.integers(codes.size))
         codes.flat[at] = int(rng.choice([*LIMITS, most])) * int(rng.choice([1, -1]))
     held = np.clip(codes, -most, most).astype(int).reshape(-1).tolist()
-    step = float(np.ldexp(float(rng.integers(128, 256)), int(rng.integers(-20, 3))))
-    body = coded.on_step(held, dim, step) if held else bytes(16)
+    step = 0.0 if mantissa else float(np.ldexp(float(rng.integers(128, 256)), int(rng.integers(-20, 3))))
+    body = coded.on_step(held, dim, step, mantissa=mantissa) if held else bytes(16)
     return body[:16], body[16:]
 
 
@@ -123,7 +123,7 @@ def floating(rng: Rng, mantissa: int, count: int, dim: int) -> tuple[bytes, byte
     codes[rng.random(codes.size) < 0.3] = 0
     if rng.random() < 0.5:
         codes *= rng.choice([1, -1], codes.size)
-    body = coded.on_floats(codes.tolist(), dim) if codes.size else bytes(16)
+    body = coded.on_floats(codes.tolist(), dim, mantissa) if codes.size else bytes(16)
     return body[:16], body[16:]
 
 
@@ -163,11 +163,10 @@ def fitted(rng: Rng, segment: Segment, payload: Payload, offsets: Any = None) ->
         size = count, min(payload.dim, 256)
         on_floats = 1 <= segment.bits <= 7
         is_centered = on_floats and segment.scheme == LATTICE
+        mantissa = segment.bits if on_floats else 0
         grid, codes = (
-            floating(rng, segment.bits, *size) if is_centered else lattice(rng, segment.scheme, *size)
+            floating(rng, mantissa, *size) if is_centered else lattice(rng, segment.scheme, *size, mantissa)
         )
-        if on_floats and not is_centered:
-            grid = bytes(4) + grid[4:]
         rows = row_set(segment.kind, offsets, min(payload.rows, 1 << 17))
         return replace(segment, row_set=rows, parameters=grid, codes=codes)
     width = (min(payload.dim, 256) * (segment.bits & 255) + 7) // 8

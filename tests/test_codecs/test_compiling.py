@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cnr_codecs import FloatingRows, LatticeRows, RowCodec, UniformRows, cache_folders, compile_encoding
-from cnr_codecs.kernels.lattice import classify
+from cnr_codecs.kernels.packed import classify
 from tests.paths import ROOT
 
 _WARM = """

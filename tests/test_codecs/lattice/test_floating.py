@@ -61,7 +61,7 @@ def test_rows_equal_the_reference_and_are_within_their_share(
         return
     np.testing.assert_array_equal(rows_of(kept), held)
     assert kept.bits == mantissa
-    assert body_of(kept) == reference.on_floats(codes[held].reshape(-1).tolist(), values.shape[1])
+    assert body_of(kept) == reference.on_floats(codes[held].reshape(-1).tolist(), values.shape[1], mantissa)
     assert out[held].tobytes() == floating_values(codes[held], mantissa, element).tobytes()
     exact, found = values[held].astype(np.float64), out[held].astype(np.float64)
     small = (np.abs(exact) < LEAST_NORMAL) & (exact != 0)
@@ -173,7 +173,7 @@ def test_dims_and_rows(dim: int, rows: int) -> None:
 @pytest.mark.parametrize("dim", [1, 16])
 @pytest.mark.parametrize("element", ["float32", "float16", "bfloat16", "float64"])
 def test_wanted_rows_of_several_blocks(dim: int, element: str) -> None:
-    rows = (1 << 17) // dim + 100  # of more codes than a block has
+    rows = (1 << 18) // dim + 100  # of more codes than a block has
     held = np.sort(np.random.default_rng(7).choice(2 * rows, rows, replace=False))
     values = as_element(squares(rows, dim) + np.float32(1e-4), element)
     data = FloatingRows(2).encode_rows(values, held, 2 * rows, element=element)
@@ -194,10 +194,15 @@ def test_bytes_of_a_payload() -> None:
     values = np.array([[1, 0, 1.25, 0.5, 2], [0, 0, 0, 0, 0]], np.float32)
     data = FloatingRows(2).encode_rows(values, np.array([2, 5]), 8, element="float32")
     codes, rests = [508, 0, 509, 504, 512, 0, 0, 0, 0, 0], [1, 0, 2, -4, 5, 0, 0, 0, 0, 0]
-    grid = reference.grid(codes, 5, 0, by=rests)
+    grid = reference.grid(codes, 5, 0, 2, by=rests)
     assert grid[:12] == struct.pack("<ffhBB", 0, 1, 0, 0, 0)
     # The line of zeros is stored first.
-    assert grid[12:] == struct.pack("<I", google_crc32c.value(struct.pack("<10i", *codes[5:], *codes[:5])))
+    proven = (
+        struct.pack("<ffhB", 0, 1, 0, 2)
+        + bytes([16 * 2 + 5, 0])
+        + struct.pack("<10h", *codes[5:], *codes[:5])
+    )
+    assert grid[12:] == struct.pack("<I", google_crc32c.value(proven))
     body = grid + reference.centered([508, 0], rests, 5)
     assert data == (header(1, 8, 5) + segment(6, 2, 2, 1, 2, bytes([0b100100]), body)).encode()
     np.testing.assert_array_equal(decode(parse(data))[[2, 5]], values)
@@ -207,7 +212,7 @@ def test_bytes_of_a_payload_with_signs() -> None:
     values = np.array([[1, -1, 2, 4, -8]], np.float32)
     data = FloatingRows(1).encode_rows(values, None, 1, element="float32")
     rests = [-5, -4, -1, 4, 9]
-    grid = reference.grid([254, -254, 256, 258, -260], 5, 0, flags=2, by=rests)
+    grid = reference.grid([254, -254, 256, 258, -260], 5, 0, 1, flags=2, by=rests)
     body = grid + reference.centered([513], rests, 5)
     assert data == (header(1, 1, 5) + segment(6, 1, 2, 0, 1, body)).encode()
     np.testing.assert_array_equal(decode(parse(data)), values)
@@ -274,7 +279,7 @@ def spoiled(at: int, new: bytes) -> bytes:
 
 def of_rests(rests: list[int], codes: list[int], center: int = 1016, flags: int = 0) -> bytes:
     """A payload of one row of 5 values on a grid of 3 bits."""
-    body = reference.grid(codes, 5, 0, flags=flags, by=rests) + reference.centered([center], rests, 5)
+    body = reference.grid(codes, 5, 0, 3, flags=flags, by=rests) + reference.centered([center], rests, 5)
     return (header(1, 1, 5) + segment(6, 3, 2, 0, 1, body)).encode()
 
 
@@ -293,7 +298,7 @@ def test_what_is_reserved_is_refused_by_name(at: int, new: bytes) -> None:
         (0, struct.pack("<f", 0.5), "the step 0.5 is not 0 on a floating grid"),
         (0, struct.pack("<f", np.nan), "the step nan is not 0 on a floating grid"),
         (16, b"\xff\xff", "the centers of its lines are cut off"),
-        (16, b"\0", "sizes of 1 frames are cut off|the classes of 1 lines"),
+        (16, b"\0", "sizes of 1 frames are cut off|the classes of 50 lines"),
         (20, b"\xff", "the classes of 1 lines|its blocks are said"),
     ],
 )

@@ -1,7 +1,9 @@
 """The lattice: kernels against numpy, errors within half a step, what is raw, steps, and damaged payloads."""
 
+import contextlib
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 import cnr_codecs
 from cnr_codecs import (
+    FloatingRows,
     LatticeRows,
     Payload,
     PayloadError,
@@ -29,6 +32,7 @@ from cnr_codecs import (
 from cnr_codecs.elements import element_named
 from cnr_codecs.lattice.lattice import most_code
 from cnr_codecs.lattice.steps import COUNTED_ROWS, median_scale, no_counts, scale_counts, values_of
+from cnr_codecs.payload.coded import CodedRows, Grid
 from cnr_codecs.payload.validate import MIN_STEP
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
@@ -237,13 +241,13 @@ def test_steps_have_8_significant_bits(value: float) -> None:
 @pytest.mark.parametrize("dim", [1, 3, 16])
 @pytest.mark.parametrize("step", [1, 7, 5000])
 def test_wanted_rows_of_several_blocks(dim: int, step: int) -> None:
-    rows = (1 << 17) // dim + 100  # of more codes than a block has
+    rows = (1 << 18) // dim + 100  # of more codes than a block has
     held = np.sort(np.random.default_rng(7).choice(2 * rows, rows, replace=False))
     values = np.abs(normal(rows, dim)) + np.float32(0.01)
     payload = parse(LatticeRows(step=2.0**-8).encode_rows(values, held, 2 * rows, element="float32"))
     (part,) = payload.segments
     assert part.coded is not None
-    assert len(part.coded.lines.blocks) > 2
+    assert len(part.coded.lines.blocks) > 1
     expected = np.full((2 * rows, dim), 7, np.float32)
     expected[held] = values_of(codes_of(values, 2.0**-8, 32767)[0], 2.0**-8, "float32")
     for first, count in (0, 2 * rows), (5000, 300), (-50, 100), (2 * rows - 10, 40), (3 * rows, 5), (-9, 4):
@@ -425,3 +429,29 @@ def test_a_chunk_of_one_column(rows: int) -> None:
     assert cnr_codecs.decode_into(payload, found, need) == rows
     assert np.abs(found[held] - values).max() <= 2.0**-9
     assert (found[need != 0] == 7).all()
+
+
+@pytest.mark.parametrize("codec", [LatticeRows(step=0.1015625), FloatingRows(3)], ids=["step", "m3"])
+def test_no_bit_of_a_payload_gives_other_values(codec: LatticeRows | FloatingRows) -> None:
+    """Not of the step, nor of the classes: the check of the codes covers both."""
+    values = normal(30, 6) * np.exp(np.arange(30, dtype=np.float32)[:, None] / 9)
+    values[::7] = 0
+    data = codec.encode_rows(values, None, 30, element="float32")
+    expected = decode(parse(data))
+    for at, bit in np.ndindex(len(data), 8):
+        spoiled = bytearray(data)
+        spoiled[at] ^= 1 << bit
+        with contextlib.suppress(PayloadError, UnsupportedPayloadError):
+            found = decode(parse(bytes(spoiled)))
+            assert found.tobytes() == expected.tobytes(), (at, bit)
+
+
+def test_classes_that_change_places_are_damage() -> None:
+    codes = np.array([[1, 40, 0, 0, 0], [60, 3, 20, 9, 9], [90, 90, 90, 90, 90]], np.int16)
+    coded = CodedRows.encode(codes, Grid(0.5))
+    np.testing.assert_array_equal(coded.decode().reshape(3, 5), codes)
+    lines = coded.lines
+    assert len({*lines.classes.tolist()}) == 3
+    swapped = replace(lines, classes=lines.classes[[1, 0, 2]], order=lines.order[[1, 0, 2]])
+    with pytest.raises(PayloadError, match="the codes are damaged"):
+        replace(coded, lines=swapped).decode()

@@ -117,7 +117,7 @@ def test_bytes_of_a_relative_payload() -> None:
         values, np.array([2]), 8, parent, np.ones(1, bool), element="float32"
     )
     assert codes.tolist() == [[127 << 3, -((127 << 3) + 2), 0]]
-    body = reference.on_step(codes.reshape(-1).tolist(), 3, 0, [1, 0, 0])
+    body = reference.on_step(codes.reshape(-1).tolist(), 3, 0, [1, 0, 0], 3)
     assert data == (header(1, 8, 3) + segment(7, 3, 2, 1, 1, bytes([4]), body)).encode()
     # Differences need no signs of their own.
     newer = body[:10] + b"\2" + body[11:]

@@ -24,16 +24,24 @@ def grid(
     codes: Sequence[int],
     dim: int,
     step: float,
+    mantissa: int = 0,
     *,
     flags: int = 0,
     by: Sequence[int] | None = None,
 ) -> bytes:
-    """Return the grid of codes, whose checksum goes by the order in which lines of them, or of `by`, are stored."""
+    """Return the grid of codes. Its checksum is of the step, the scale, the shift, the mantissa, of the classes of the
+    lines of codes, or of `by`, and of the codes, in the order in which these lines are stored.
+    """
     line = line_rows(dim) * dim
-    order = stored(*_classed(codes if by is None else by, line))
+    by_lines, classes = _classed(codes if by is None else by, line)
     lines, _ = _classed(codes, line)
-    in_order = [code for number in order for code in lines[number]]
-    check = google_crc32c.value(struct.pack(f"<{len(in_order)}i", *in_order))
+    in_order = [code for number in stored(by_lines, classes) for code in lines[number]]
+    proven = (
+        struct.pack("<ffhB", step, 1, 0, mantissa)
+        + bytes(classes)
+        + struct.pack(f"<{len(in_order)}H", *(code & 0xFFFF for code in in_order))
+    )
+    check = google_crc32c.value(proven)
     return struct.pack("<ffhBBI", step, 1, 0, flags, 0, check)
 
 
@@ -49,23 +57,29 @@ def on_step(
     dim: int,
     step: float,
     differences: Sequence[int] | None = None,
+    mantissa: int = 0,
 ) -> bytes:
     """Return the body of codes of a step, or of differences from older ones that give these codes."""
     held = codes if differences is None else differences
-    return grid(codes, dim, step, by=held) + encode(held, line_rows(dim) * dim)
+    return grid(codes, dim, step, mantissa, by=held) + encode(held, line_rows(dim) * dim)
 
 
 def centered(centers: Sequence[int], rests: Sequence[int], line: int) -> bytes:
-    """Return what follows the grid of codes on a floating grid: centers of lines, and differences from these."""
-    held = encode(centers, CENTERS_LINE)
+    """Return what follows the grid of codes on a floating grid: centers of lines, and differences from these.
+
+    Lines of zeros have no center.
+    """
+    _, classes = _classed(rests, line)
+    own = [center for center, each in zip(centers, classes, strict=True) if each]
+    held = encode(own, CENTERS_LINE) if own else b""
     return struct.pack("<I", len(held)) + held + encode(rests, line)
 
 
-def on_floats(codes: Sequence[int], dim: int) -> bytes:
+def on_floats(codes: Sequence[int], dim: int, mantissa: int) -> bytes:
     """Return the body of absolute codes on a floating grid."""
     line = line_rows(dim) * dim
     signed, centers, rests = centers_of(codes, line)
-    return grid(codes, dim, 0, flags=2 * signed, by=rests) + centered(centers, rests, line)
+    return grid(codes, dim, 0, mantissa, flags=2 * signed, by=rests) + centered(centers, rests, line)
 
 
 def centers_of(codes: Sequence[int], line: int) -> tuple[bool, list[int], list[int]]:

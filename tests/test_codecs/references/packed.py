@@ -10,7 +10,7 @@ with a mean magnitude below 2**(i - 3), at most 15. Widths, by the greatest z of
                   one to four bytes a code: first the lowest bytes of all codes, then the next ones
 
 Lines are stored in the order of their classes, equal ones in their own. Those of a width are cut into blocks, each
-a zstd frame of its own: of as many lines as have 2**17 codes, of widths 3 and 4 2**16 and 2**15, of 5 and 6 2**14.
+a zstd frame of its own: of as many lines as have 2**18 codes, of width 4 2**17, of 5 and 6 2**16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import groupby
 from numcodecs import zstd
 
 Line = Sequence[int]
-_BLOCK_CODES = (1 << 17, 1 << 17, 1 << 17, 1 << 16, 1 << 15, 1 << 14, 1 << 14)
+_BLOCK_CODES = (1 << 18, 1 << 18, 1 << 18, 1 << 18, 1 << 17, 1 << 16, 1 << 16)
 _DIGITS = {1: (3, 4), 2: (15, 2)}
 _MOST = (0, 2, 14, (1 << 8) - 1, (1 << 16) - 1, (1 << 24) - 1, (1 << 32) - 1)
 

@@ -46,25 +46,6 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
 
 
 @kernel
-def classify(codes: Any, line: int, classes: Any) -> None:
-    """Write the class of each line of flat codes (int16 or int32) to `classes` (uint8): see `payload.packed`."""
-    width = np.uintp(line)
-    for i in range(classes.size):
-        first = np.uintp(i * line)
-        most, total = np.int64(0), np.int64(0)
-        for j in range(first, first + width):
-            code = np.int64(codes[j])
-            most = max(most, (code << 1) ^ (code >> 63))
-            total += abs(code)
-        packed = (most > 0) + (most > 2) + (most > 14) + (most > 0xFF) + (most > 0xFFFF) + (most > 0xFFFFFF)
-        mean, limit = 0, np.int64(line)
-        while mean < 15 and 8 * total >= limit:
-            mean += 1
-            limit *= 2
-        classes[i] = 16 * packed + (mean if packed else 0)
-
-
-@kernel
 def count_magnitudes(values: Any, drop: int, counts: Any) -> None:
     """Count flat float32, but 0 and what is not finite, by the bits of their magnitude above the lowest `drop`."""
     low = np.uint32(drop)
@@ -163,21 +144,23 @@ def center_lines(codes: Any, line: int, shift: int, centers: Any, rests: Any) ->
 
 
 @kernel
-def restore_lines(codes: Any, line: int, shift: int, centers: Any, least: int, most: int) -> bool:
-    """Write the codes (int32) of lines over what `center_lines` wrote of them. Whether all are sound.
+def restore_lines(rests: Any, line: int, shift: int, centers: Any, least: int, most: int, codes: Any) -> bool:
+    """Write the codes (int16) of lines, of what `center_lines` wrote of them. Whether all are sound.
 
     A code other than 0 has a magnitude from `least` to `most`. A line of zeros has the center (int64) 0.
     """
     bad: Any = False
+    below, width = np.int32(shift), np.uintp(line)
     for i in range(centers.size):
-        center = np.int64(centers[i])
-        for j in range(np.uintp(i * line), np.uintp((i + 1) * line)):
-            rest = np.int64(codes[j])
-            magnitude = center + rest - (rest > 0)
-            size = magnitude >> shift
+        center, first = np.int32(centers[i]), np.uintp(i * line)
+        for j in range(first, first + width):
+            rest = np.int32(rests[j])
+            magnitude = np.int32(center + rest - np.int32(rest > 0))
+            size = np.int32(magnitude >> below)
             bad |= rest != 0 and (center == 0 or size < least or size > most)
-            code = -size if magnitude & shift else size
-            codes[j] = np.int32(code if rest else 0)
+            negative = np.int32(magnitude & below)
+            code = np.int32((size ^ -negative) + negative)
+            codes[j] = np.int16(code if rest else 0)
     return not bad
 
 
@@ -287,21 +270,28 @@ def settle_rows(
 
 @kernel
 def find_codes(values: Any, rows: Any, grids: Any, steps: Any, shifts: Any, dim: int, codes: Any) -> None:
-    """Write the codes (int32) of `rows` (int64) of `values`, flat float32 that was made of codes, one after the other.
+    """Write the codes (int16) of `rows` (int64) of `values`, flat float32 that was made of codes, one after the other.
 
     Row i is on the grid `grids[i]` (uint8). `steps` (float32) has the step of each grid; where it is 0, its codes are
-    the bits of values above the lowest `shifts` (uint32).
+    the bits of values above the lowest `shifts` (uint32). A negative row is none, and has zeros.
     """
     width = np.uintp(dim)
     for i in range(rows.size):
-        grid, source, to = grids[rows[i]], np.uintp(rows[i] * dim), np.uintp(i * dim)
+        row, to = np.int64(rows[i]), np.uintp(i * dim)
+        if row < 0:
+            for j in range(width):
+                codes[to + j] = 0
+            continue
+        grid, source = grids[row], np.uintp(row * dim)
         step, shift = steps[grid], shifts[grid]
         if step > 0:
             # A value is exactly its step times its code.
+            inverse = np.float32(1) / step
             for j in range(width):
-                codes[to + j] = np.int32(values[source + j] / step)
+                codes[to + j] = np.int16(np.rint(values[source + j] * inverse))
             continue
         for j in range(width):
             bits = bits_of(values[source + j])
             size = np.int32((bits & np.uint32(0x7FFFFFFF)) >> shift)
-            codes[to + j] = -size if bits >> np.uint32(31) else size
+            sign = np.int32(bits >> np.uint32(31))
+            codes[to + j] = np.int16((size ^ -sign) + sign)

@@ -114,7 +114,7 @@ def _segment(
     kinds = grid.mantissa, ParameterType.FLOAT32, row_set, parameters
     if parent is None:
         return Segment(Scheme.LATTICE, *kinds, codes.view(np.uint8))
-    coded = CodedRows.encode(codes, grid.mantissa, _differences(codes, parent))
+    coded = CodedRows.encode(codes, grid, _differences(codes, parent))
     return Segment(Scheme.RELATIVE, *kinds, np.empty((0, 2 * codes.shape[1]), np.uint8), coded=coded)
 
 

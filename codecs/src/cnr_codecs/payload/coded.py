@@ -7,6 +7,7 @@ their centers.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,9 +20,9 @@ from cnr_codecs.elements import Element, array_dtype
 from cnr_codecs.errors import PayloadError
 from cnr_codecs.kernels.lattice import center_lines, find_centers, restore_lines
 from cnr_codecs.payload.frames import Frame
-from cnr_codecs.payload.packed import Lines, PackedLines, in_lines
+from cnr_codecs.payload.packed import Integers, Lines, PackedLines, in_lines
 
-Codes = npt.NDArray[np.int32]
+Codes = npt.NDArray[np.int16]
 
 # Of up to so many columns, lines have as many rows as make this many codes: a class for each row would cost more than
 # it gives.
@@ -31,6 +32,8 @@ MAX_CODE = (1 << 15) - 1
 MAX_DIFFERENCE = 2 * MAX_CODE
 # Centers are packed as lines of so many.
 CENTERS_LINE = 64
+# A grid as it is in checksums: its step, scale and shift, as in a payload, and the bits of the mantissa.
+_GRID = struct.Struct("<ffhB")
 # In place of a row that is none: more than a chunk may have.
 NO_ROW = np.uint32((1 << 32) - 1)
 MAX_MANTISSA = 7
@@ -57,35 +60,53 @@ class Centers:
 
     mantissa: int
     is_signed: bool  # whether codes may be negative. Then the lowest bit of what is coded is the sign.
-    lines: int  # how many there are
-    packed: PackedLines
+    lines: npt.NDArray[np.bool_]  # (lines,): which lines are not of zeros: these have centers
+    packed: PackedLines | None  # None where no line has one
 
     @classmethod
-    def find(cls, codes: npt.NDArray[np.int16], line: int, mantissa: int) -> tuple[Centers, Codes]:
-        """Return the centers of lines of flat codes, and the differences from them."""
-        codes = codes.view()
-        codes.flags.writeable = False
-        is_signed = bool((codes < 0).any())
-        centers = np.empty(-(-codes.size // line), np.int64)
-        find_centers(codes, line, int(is_signed), centers)
-        rests = np.empty(codes.size, np.int32)
-        center_lines(codes, line, int(is_signed), centers, rests)
-        packed = PackedLines.encode(centers.astype(np.int32), CENTERS_LINE)
-        return cls(mantissa, is_signed, len(centers), packed), rests
+    def encode(
+        cls, centers: npt.NDArray[np.int64], classes: npt.NDArray[np.uint8], mantissa: int, is_signed: bool
+    ) -> Centers:
+        """Pack the centers of lines. `classes`: of the differences from these."""
+        lines = classes != 0
+        held = centers[lines].astype(np.int32)
+        return cls(mantissa, is_signed, lines, PackedLines.encode(held, CENTERS_LINE) if held.size else None)
+
+    @classmethod
+    def parse(
+        cls, data: Frame, classes: npt.NDArray[np.uint8], mantissa: int, is_signed: bool, where: str
+    ) -> Centers:
+        """Return the centers that are stored as `data`."""
+        lines = classes != 0
+        count = -(-int(lines.sum()) // CENTERS_LINE)
+        if not count and len(data):
+            raise PayloadError(f"{where}: its lines are zeros, and have centers")
+        packed = PackedLines.parse(data, count, CENTERS_LINE, where) if count else None
+        return cls(mantissa, is_signed, lines, packed)
+
+    @property
+    def data(self) -> bytes:
+        """The centers as they are stored."""
+        return b"" if self.packed is None else self.packed.data
 
     @cached_property
     def values(self) -> npt.NDArray[np.int64]:
         """Of each line, 0 of zeros."""
-        found = self.packed.decode(MAX_DIFFERENCE + 1).reshape(-1)[: self.lines]
-        if (found < 0).any():
-            raise PayloadError("a center is negative")
-        return found.astype(np.int64)
+        values = np.zeros(len(self.lines), np.int64)
+        if self.packed is not None:
+            found = self.packed.decode(MAX_DIFFERENCE + 1).reshape(-1)[: int(self.lines.sum())]
+            if (found < 0).any():
+                raise PayloadError("a center is negative")
+            values[self.lines] = found
+        return values
 
-    def restore(self, rests: Codes, line: int, lines: Lines) -> None:
-        """Write codes over differences from the centers of their lines."""
+    def restore(self, rests: Integers, line: int, lines: Lines) -> Codes:
+        """Return the codes of differences from the centers of their lines."""
         least, most = code_range(self.mantissa)
-        if not restore_lines(rests, line, int(self.is_signed), self.values[lines], least, most):
+        codes = np.empty(rests.size, np.int16)
+        if not restore_lines(rests, line, int(self.is_signed), self.values[lines], least, most, codes):
             raise PayloadError(f"a code is none of a floating grid of {self.mantissa} bits")
+        return codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +115,10 @@ class CodedRows:
 
     count: int  # rows
     dim: int
+    grid: Grid
     lines: PackedLines  # these integers; on a floating grid their differences from the centers of their lines
-    # crc32c of all codes as int32, in the order in which lines are stored, zeros that fill the last one included; of a
-    # relative segment too: of the codes that its rows end up with
+    # The checksum of all codes, in the order in which lines are stored, zeros that fill the last one included; of a
+    # relative segment too: of the codes that its rows end up with. It begins with `begun`.
     check: int
     centers: Centers | None = None  # of codes on a floating grid
 
@@ -104,39 +126,47 @@ class CodedRows:
     def encode(
         cls,
         codes: npt.NDArray[np.int16],
-        mantissa: int = 0,
+        grid: Grid,
         differences: npt.NDArray[np.signedinteger[Any]] | None = None,
     ) -> CodedRows:
-        """Code rows (count, dim), of at least one value, on a floating grid of so many bits if there are any.
+        """Code rows (count, dim), of at least one value.
 
         Their differences are coded in place of them, where these are given.
         """
         count, dim = codes.shape
         line, centers = rows_of_line(dim) * dim, None
         stored: npt.NDArray[np.signedinteger[Any]]
-        if mantissa == 0 or differences is not None:
+        if grid.mantissa == 0 or differences is not None:
             stored = codes if differences is None else differences
+            lines = PackedLines.encode(stored, line)
         else:
-            centers, stored = Centers.find(codes.reshape(-1), line, mantissa)
-        lines, table, check = PackedLines.encode(stored, line), in_lines(codes, line), 0
+            flat = codes.reshape(-1).view()
+            flat.flags.writeable = False
+            is_signed = bool((flat < 0).any())
+            found = np.empty(-(-flat.size // line), np.int64)
+            find_centers(flat, line, int(is_signed), found)
+            stored = np.empty(flat.size, np.int32)
+            center_lines(flat, line, int(is_signed), found, stored)
+            lines = PackedLines.encode(stored, line)
+            centers = Centers.encode(found, lines.classes, grid.mantissa, is_signed)
+        table, check = in_lines(codes, line), begun(grid, lines)
         for _, begin, end in lines.blocks:
-            check = checksum(check, np.take(table, lines.order[begin:end], axis=0).astype(np.int32))
-        return cls(count, dim, lines, check, centers)
+            check = checksum(check, np.take(table, lines.order[begin:end], axis=0))
+        return cls(count, dim, grid, lines, check, centers)
 
     @property
     def data(self) -> bytes:
         """The rows as they are stored."""
         if self.centers is None:
             return self.lines.data
-        centers = self.centers.packed.data
+        centers = self.centers.data
         return len(centers).to_bytes(4, "little") + centers + self.lines.data
 
     @property
     def nbytes(self) -> int:
         """The bytes that it takes in memory."""
-        return self.lines.nbytes + (
-            0 if self.centers is None else self.centers.packed.nbytes + 8 * self.centers.lines
-        )
+        centers = 0 if self.centers is None else len(self.centers.data) + 9 * len(self.centers.lines)
+        return self.lines.nbytes + centers
 
     @classmethod
     def parse(
@@ -144,31 +174,30 @@ class CodedRows:
         data: Frame,
         shape: tuple[int, int],
         check: int,
-        mantissa: int,
-        is_signed: bool,
+        grid: Grid,
         where: str,
+        *,
+        is_centered: bool,
+        is_signed: bool,
     ) -> CodedRows:
-        """Return the rows (count, dim) that are stored as `data`. What blocks hold is proven when they are decoded.
-
-        `mantissa`: of codes on a floating grid; else 0.
-        """
+        """Return the rows (count, dim) that are stored as `data`. What blocks hold is proven when they are decoded."""
         line_rows = rows_of_line(shape[1])
-        lines, centers = -(-shape[0] // line_rows), None
-        if mantissa:
+        lines, centers = -(-shape[0] // line_rows), data[:0]
+        if is_centered:
             nbytes = int.from_bytes(data[:4], "little")
             if len(data) < 4 + nbytes:
                 raise PayloadError(f"{where}: the centers of its lines are cut off")
-            held = data[4 : 4 + nbytes]
-            packed = PackedLines.parse(held, -(-lines // CENTERS_LINE), CENTERS_LINE, where)
-            centers = Centers(mantissa, is_signed, lines, packed)
-            data = data[4 + nbytes :]
+            centers, data = data[4 : 4 + nbytes], data[4 + nbytes :]
         packed = PackedLines.parse(data, lines, line_rows * shape[1], where)
-        return cls(*shape, packed, check, centers)
+        if not is_centered:
+            return cls(*shape, grid, packed, check)
+        held = Centers.parse(centers, packed.classes, grid.mantissa, is_signed, where)
+        return cls(*shape, grid, packed, check, held)
 
     def decode(self) -> npt.NDArray[np.int16]:
         """Return all codes, flat. `PayloadError` if they are damaged."""
         codes = np.empty((len(self.lines.order), self.lines.line), np.int16)
-        check = 0
+        check = begun(self.grid, self.lines)
         for number, (_, begin, end) in enumerate(self.lines.blocks):
             block = self.decode_block(number)
             check = checksum(check, block)
@@ -176,13 +205,13 @@ class CodedRows:
         self.prove(check)
         return codes.reshape(-1)[: self.count * self.dim]
 
-    def decode_block(self, number: int, most: int = MAX_CODE) -> Codes:
-        """Return the codes of a block, of magnitudes up to `most`, line after line."""
+    def decode_block(self, number: int, most: int = MAX_CODE) -> Integers:
+        """Return the codes of a block, of magnitudes up to `most`, line after line: int16 up to `MAX_CODE`."""
         codes = self.lines.decode_block(number, most if self.centers is None else MAX_DIFFERENCE + 1)
-        if self.centers is not None:
-            _, begin, end = self.lines.blocks[number]
-            self.centers.restore(codes, self.lines.line, self.lines.order[begin:end])
-        return codes
+        if self.centers is None:
+            return codes if most > MAX_CODE else codes.astype(np.int16, copy=False)
+        _, begin, end = self.lines.blocks[number]
+        return self.centers.restore(codes, self.lines.line, self.lines.order[begin:end])
 
     def rows_of_block(self, number: int, offsets: Lines) -> Lines:
         """Return the rows whose codes a block has, in its order. `NO_ROW` are the rows that fill the last line.
@@ -210,9 +239,15 @@ def rows_of_line(dim: int) -> int:
     return NARROW_LINE // dim if dim <= NARROW_DIM else 1
 
 
-def checksum(check: int, codes: npt.NDArray[np.int32]) -> int:
-    """Return the crc32c of codes, given that of those before them."""
-    return int(google_crc32c.extend(check, codes.astype("<i4", copy=False)))
+def begun(grid: Grid, lines: PackedLines) -> int:
+    """Return the checksum of what gives codes their values and their order: the grid, and the classes of lines."""
+    check = google_crc32c.value(_GRID.pack(grid.step, 1.0, 0, grid.mantissa))
+    return int(google_crc32c.extend(check, lines.classes))
+
+
+def checksum(check: int, codes: Integers) -> int:
+    """Return the crc32c of codes as int16, given that of those before them."""
+    return int(google_crc32c.extend(check, codes.astype("<i2", copy=False)))
 
 
 def code_range(mantissa: int, element: str = "float32") -> tuple[int, int]:

@@ -16,13 +16,14 @@ from cnr_codecs.payload.coded import (
     MAX_CODE,
     MAX_DIFFERENCE,
     CodedRows,
+    begun,
     checksum,
     floating_values,
 )
 from cnr_codecs.payload.payload import Payload, Segment
 from cnr_codecs.payload.pending import Need, Pending, Target
 
-Codes = npt.NDArray[np.int32]
+Codes = npt.NDArray[np.signedinteger[Any]]
 RowNumbers = npt.NDArray[np.uint32]
 
 
@@ -31,19 +32,19 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
 
     Only blocks with wanted rows are decoded. The checksum of the codes is compared if all of them are.
     """
-    width, coded = payload.dim, segment.coded_rows()
-    written, check, is_whole = 0, 0, True
+    width, coded, pending = payload.dim, segment.coded_rows(), target.pending
+    written, check, is_whole = 0, begun(segment.grid, coded.lines), True
     for codes, rows in _wanted(segment, coded, target.need, target.first_row, MAX_CODE):
         if codes is None:
             is_whole = False
             continue
         check = checksum(check, codes)
-        if target.pending is not None:
-            place = rows, target.first_row, target.need, *target.pending.place()
-            most = settle_rows(codes, width, target.pending.known_number(segment.grid), *place)
-            target.pending.check_settled(most, segment.grid)
+        if pending is not None:
+            place = rows, target.first_row, target.need, *pending.place()
+            most = settle_rows(codes, width, pending.known_number(segment.grid), *place)
+            pending.check_settled(most, segment.grid)
             if segment.bits and most > 0:
-                target.pending.check_floating(codes, segment.bits)
+                pending.check_floating(codes, segment.bits)
         written += _place(payload, segment, codes, rows, target)
     if is_whole:
         coded.prove(check)
@@ -87,11 +88,16 @@ def _wanted(
     `most`: the greatest magnitude of a code.
     """
     offsets = segment.row_set.offsets().astype(np.uint32)
+    wants_all = first_row <= 0 and len(need) + first_row >= segment.row_set.rows and bool(need.all())
     for number in range(len(coded.lines.blocks)):
         rows = coded.rows_of_block(number, offsets)
-        places = rows.astype(np.int64) - first_row
-        inside = places[(places >= 0) & (places < len(need))]
-        yield coded.decode_block(number, most) if need[inside].any() else None, rows
+        yield coded.decode_block(number, most) if wants_all or _wants(rows, need, first_row) else None, rows
+
+
+def _wants(rows: RowNumbers, need: Need, first_row: int) -> bool:
+    """Whether one of the rows of a block is wanted."""
+    places = rows.astype(np.int64) - first_row
+    return bool(need[places[(places >= 0) & (places < len(need))]].any())
 
 
 def _place(payload: Payload, segment: Segment, codes: Codes, rows: RowNumbers, target: Target) -> int:

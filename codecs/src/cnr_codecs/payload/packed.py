@@ -19,33 +19,37 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
-from cnr_codecs.kernels.lattice import classify
+from cnr_codecs.kernels.packed import classify, pack_integers, unpack_bytes, unpack_digits
 from cnr_codecs.payload.frames import Frame, compress, decompress
 
 Codes: TypeAlias = npt.NDArray[np.int32]
+Integers: TypeAlias = npt.NDArray[np.int16] | Codes
 Lines: TypeAlias = npt.NDArray[np.uint32]
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 # Of a class: the bits below the width.
 WIDTH_SHIFT = 4
 ZEROS, FOURS, TWOS, ONE_BYTE, FOUR_BYTES = 0, 1, 2, 3, 6
-# Integers of a block, by width. A frame costs 20 microseconds to begin with, and its integers should stay in the cache.
-BLOCK_CODES = (1 << 17, 1 << 17, 1 << 17, 1 << 16, 1 << 15, 1 << 14, 1 << 14)
-# Bases of the digits that a byte has of several integers.
+MAX_UINT16 = (1 << 16) - 1
+# Integers of a block, by width: enough that threads seldom wait for each other's use of the interpreter, few enough for
+# the cache.
+BLOCK_CODES = (1 << 18, 1 << 18, 1 << 18, 1 << 18, 1 << 17, 1 << 16, 1 << 16)
+# Bases of the digits that a byte has of several integers, and how many these are.
 BASES = {FOURS: (3, 4), TWOS: (15, 2)}
 
 
-def _digits(base: int, count: int) -> npt.NDArray[np.int8]:
-    """The integers (256, count) of each byte."""
+def _digits(base: int, count: int, packed: type[np.unsignedinteger[Any]]) -> npt.NDArray[Any]:
+    """Of each byte its integers, int16 one after the other, as one number; those of bytes that have none are 0."""
     zigzag = np.arange(256)[:, None] // base ** np.arange(count) % base
-    table: npt.NDArray[np.int8] = ((zigzag >> 1) ^ -(zigzag & 1)).astype(np.int8)
+    integers = ((zigzag >> 1) ^ -(zigzag & 1)).astype(np.int16)
+    table: npt.NDArray[Any] = integers.view(packed).reshape(-1)
+    table.flags.writeable = False
     return table
 
 
-# Of each byte its integers, as one number that is copied at once.
 _TABLES: dict[int, npt.NDArray[Any]] = {
-    FOURS: _digits(*BASES[FOURS]).view(np.uint32).reshape(-1),
-    TWOS: _digits(*BASES[TWOS]).view(np.uint16).reshape(-1),
+    FOURS: _digits(*BASES[FOURS], np.uint64),
+    TWOS: _digits(*BASES[TWOS], np.uint32),
 }
 
 
@@ -58,7 +62,8 @@ class PackedLines:
     blocks: tuple[
         tuple[int, int, int], ...
     ]  # of each block its width, and its first and last line in `order`
-    classes: Frame  # the frame of the classes
+    classes: _Bytes  # (lines,): the class of each
+    head: Frame  # the frame of the classes
     frames: tuple[Frame, ...]  # those of the blocks; b"" of zeros
 
     @classmethod
@@ -70,15 +75,16 @@ class PackedLines:
         classify(flat, line, classes)
         order, blocks = _blocks(classes, line)
         frames = (_pack(np.take(lines, order[begin:end], axis=0), width) for width, begin, end in blocks)
-        return cls(line, order, blocks, compress(classes), tuple(frames))
+        return cls(line, order, blocks, classes, compress(classes), tuple(frames))
 
     @classmethod
     def parse(cls, data: Frame, lines: int, line: int, where: str) -> PackedLines:
         """Return the packed lines that are stored as `data`. What blocks hold is proven when they are decoded."""
         held, place = _sizes(data, 0, 1, where)
-        classes, place = data[place : place + held[0]], place + held[0]
+        head, place = data[place : place + held[0]], place + held[0]
         try:
-            order, blocks = _blocks(decompress(classes, lines), line)
+            classes = decompress(head, lines)
+            order, blocks = _blocks(classes, line)
         except PayloadError as error:
             raise PayloadError(f"{where}: the classes of {lines} lines: {error}") from error
         stored = [width != ZEROS for width, *_ in blocks]
@@ -92,21 +98,21 @@ class PackedLines:
             size = next(sizes) if is_stored else 0
             frames.append(data[place : place + size])
             place += size
-        return cls(line, order, blocks, classes, tuple(frames))
+        return cls(line, order, blocks, classes, head, tuple(frames))
 
     @property
     def data(self) -> bytes:
         """The lines as they are stored."""
         sizes = np.array([len(each) for each in self.frames if each], "<u4").tobytes()
-        return b"".join([len(self.classes).to_bytes(4, "little"), self.classes, sizes, *self.frames])
+        return b"".join([len(self.head).to_bytes(4, "little"), self.head, sizes, *self.frames])
 
     @property
     def nbytes(self) -> int:
         """The bytes that it takes in memory."""
-        return self.order.nbytes + len(self.classes) + sum(len(each) for each in self.frames)
+        return self.order.nbytes + self.classes.nbytes + sum(len(each) for each in (self.head, *self.frames))
 
-    def decode_block(self, number: int, most: int) -> Codes:
-        """Return the integers of a block, of magnitudes up to `most`, line after line. The GIL is released."""
+    def decode_block(self, number: int, most: int) -> Integers:
+        """Return the integers of a block, of magnitudes up to `most`, line after line: int16 where they fit."""
         width, begin, end = self.blocks[number]
         size = (end - begin) * self.line
         try:
@@ -155,45 +161,39 @@ def _pack(codes: npt.NDArray[np.signedinteger[Any]], width: int) -> bytes:
     """Return the frame of a block's integers (lines, line)."""
     if width == ZEROS:
         return b""
-    flat = codes.reshape(-1)
+    flat = codes.reshape(-1).view()
+    if width <= ONE_BYTE:
+        base, count = BASES.get(width, (0, 1))
+        packed = np.empty(-(-flat.size // count), np.uint8)
+        flat.flags.writeable = False
+        pack_integers(flat, base, count, packed)
+        return compress(packed)
     zigzag = (flat << 1) ^ (flat >> (8 * flat.itemsize - 1))
-    if width > ONE_BYTE:
-        planes = zigzag.astype("<i4", copy=False).view(np.uint8).reshape(-1, 4)[:, : width - TWOS]
-        return compress(np.ascontiguousarray(planes.T).reshape(-1))
-    packed = zigzag.astype(np.uint8)
-    if width == TWOS:
-        packed = _joined(packed, 15)
-    elif width == FOURS:
-        packed = _joined(_joined(packed, 3), 9)
-    return compress(packed)
+    planes = zigzag.astype("<i4", copy=False).view(np.uint8).reshape(-1, 4)[:, : width - TWOS]
+    return compress(np.ascontiguousarray(planes.T).reshape(-1))
 
 
-def _joined(digits: _Bytes, base: int) -> _Bytes:
-    """Join two digits a byte."""
-    if digits.size % 2:
-        digits = np.append(digits, np.uint8(0))
-    pairs = digits.view("<u2")
-    return ((pairs & 0xFF) + (pairs >> 8) * np.uint16(base)).astype(np.uint8)
-
-
-def _unpack(frame: Frame, width: int, size: int, most: int) -> Codes:
+def _unpack(frame: Frame, width: int, size: int, most: int) -> Integers:
     if width == ZEROS:
-        return np.zeros(size, np.int32)
+        return np.zeros(size, np.int16)
     if width < ONE_BYTE:
         base, count = BASES[width]
         packed = decompress(frame, -(-size // count))
-        if int(packed.max()) >= base**count:
+        table = _TABLES[width]
+        whole = np.empty(len(packed), table.dtype)
+        if not unpack_digits(packed, base**count, table, whole):
             raise PayloadError("a byte stands for no integers")
-        return np.take(_TABLES[width], packed).view(np.int8)[:size].astype(np.int32)
-    planes = decompress(frame, (width - TWOS) * size).reshape(width - TWOS, size)
-    if width == ONE_BYTE:
-        low = planes[0]
-        narrow: npt.NDArray[np.int8] = (low >> 1).view(np.int8) ^ -(low & 1).view(np.int8)
-        return narrow.astype(np.int32)
-    zigzag = planes[0].astype(np.uint32)
-    for number, plane in enumerate(planes[1:], 1):
-        zigzag |= plane.astype(np.uint32) << np.uint32(8 * number)
+        return whole.view(np.int16)[:size]
+    planes = decompress(frame, (width - TWOS) * size)
+    if width <= ONE_BYTE + 1:
+        codes = np.empty(size, np.int16)
+        if not unpack_bytes(planes, width - TWOS, min(2 * most, MAX_UINT16), codes):
+            raise PayloadError(f"a code is beyond {most}")
+        return codes
+    zigzag = planes[:size].astype(np.uint32)
+    for number in range(1, width - TWOS):
+        zigzag |= planes[number * size : (number + 1) * size].astype(np.uint32) << np.uint32(8 * number)
     if int(zigzag.max()) > 2 * most:
         raise PayloadError(f"a code is beyond {most}")
-    codes: Codes = (zigzag >> 1).view(np.int32) ^ -(zigzag & 1).view(np.int32)
-    return codes
+    wide: Codes = (zigzag >> 1).view(np.int32) ^ -(zigzag & 1).view(np.int32)
+    return wide

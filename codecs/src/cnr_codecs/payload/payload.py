@@ -113,7 +113,7 @@ class Segment:
 
     def coded_rows(self) -> CodedRows:
         """Return the codes of a lattice segment, coded if they are not."""
-        return self.coded or CodedRows.encode(np.ascontiguousarray(self.codes).view(np.int16), self.bits)
+        return self.coded or CodedRows.encode(np.ascontiguousarray(self.codes).view(np.int16), self.grid)
 
     @property
     def grid(self) -> Grid:

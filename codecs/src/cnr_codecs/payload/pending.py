@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cnr_codecs.errors import ParentError
 from cnr_codecs.kernels.lattice import find_codes
-from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, NO_ROW, Grid, checksum, code_range
+from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, NO_ROW, Grid, begun, checksum, code_range
 from cnr_codecs.payload.payload import Segment
 from cnr_codecs.payload.rowset import RowSet
 
@@ -20,7 +20,7 @@ Need = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 # Of `need`: the row is wanted, and what was found of it so far is a difference.
 PENDING = 2
-_PROVEN_ROWS = 1 << 12
+_PROVEN_ROWS = 1 << 13
 
 
 class Pending:
@@ -57,7 +57,7 @@ class Pending:
         self.values, self.grids = values, np.empty(rows, np.uint8)
         self._numbers: dict[Grid, int] = {}
         self.row, self.column, self.where = 0, 0, ""
-        self._proofs: list[tuple[str, npt.NDArray[np.uint32], int, int]] = []
+        self._proofs: list[tuple[str, npt.NDArray[np.uint32], int, tuple[int, int]]] = []
         self._newer: dict[str, None] = {}
 
     def part(self, row: int, column: int = 0, where: str = "") -> Pending:
@@ -126,7 +126,8 @@ class Pending:
         blocks = [
             segment.coded.rows_of_block(each, offsets) for each in range(len(segment.coded.lines.blocks))
         ]
-        self._proofs.append((self.where, np.concatenate(blocks), self.row - first_row, segment.coded.check))
+        checks = begun(segment.grid, segment.coded.lines), segment.coded.check
+        self._proofs.append((self.where, np.concatenate(blocks), self.row - first_row, checks))
 
     def settle(
         self, codes: npt.NDArray[np.int16], rows: npt.NDArray[np.integer[Any]], grid: Grid
@@ -178,29 +179,25 @@ class Pending:
         left_out
             bool (rows,): rows that were not found. Segments that have one are passed over.
         """
-        for where, stored, shift, expected in self._proofs:
-            is_row, check = stored != NO_ROW, 0
-            rows = np.where(is_row, stored.astype(np.int64) + shift, -1)
-            held = rows[is_row]
+        for where, stored, shift, (check, expected) in self._proofs:
+            rows = np.where(stored != NO_ROW, stored.astype(np.int64) + shift, -1)
+            held = rows[rows >= 0]
             if left_out is not None and left_out[held].any():
                 continue
             for first in range(0, len(rows), _PROVEN_ROWS):
-                part = slice(first, first + _PROVEN_ROWS)
-                check = checksum(check, self._codes(rows[part], is_row[part]))
-            yield where, np.sort(held), check == expected
+                check = checksum(check, self._codes(rows[first : first + _PROVEN_ROWS]))
+            yield where, held, check == expected
 
-    def _codes(self, rows: npt.NDArray[np.int64], is_row: Mask) -> npt.NDArray[np.int32]:
-        """The codes (n, columns) that rows were settled with; 0 of those that are none."""
-        codes = np.zeros((len(rows), self.sums.shape[1]), np.int32)
+    def _codes(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
+        """The codes (n, columns) that rows were settled with; 0 of those that are none, below 0."""
         if self.values is None:
-            codes[is_row] = self.sums[rows[is_row]]
-            return codes
-        held = np.empty((int(is_row.sum()), codes.shape[1]), np.int32)
+            held: npt.NDArray[np.int16] = np.where(rows[:, None] < 0, 0, self.sums[rows]).astype(np.int16)
+            return held
+        codes = np.empty((len(rows), self.sums.shape[1]), np.int16)
         steps = np.array([grid.step for grid in self._numbers], np.float32)
         shifts = np.array([MANTISSA_BITS - grid.mantissa for grid in self._numbers], np.uint32)
-        place = self.values.reshape(-1), rows[is_row], self.grids, steps, shifts
-        find_codes(*place, codes.shape[1], held.reshape(-1))
-        codes[is_row] = held
+        place = self.values.reshape(-1), rows, self.grids, steps, shifts
+        find_codes(*place, codes.shape[1], codes.reshape(-1))
         return codes
 
     def check_settled(self, most: int, grid: Grid) -> None:
@@ -221,7 +218,7 @@ class Pending:
         if most > MAX_CODE:
             raise ParentError(f"with what {self._relative()} has relative to it, a code is beyond {MAX_CODE}")
 
-    def check_floating(self, codes: npt.NDArray[np.int32], mantissa: int) -> None:
+    def check_floating(self, codes: npt.NDArray[np.signedinteger[Any]], mantissa: int) -> None:
         """Check that codes with what was pending are those of a floating grid.
 
         Parameters

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import PayloadError, UnsupportedPayloadError
-from cnr_codecs.payload.coded import CodedRows
+from cnr_codecs.payload.coded import CodedRows, Grid
 from cnr_codecs.payload.head import (
     DEFAULT_MAX_DECODED_BYTES,
     Entry,
@@ -117,8 +117,8 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     if entry.body_bytes < GRID.size:
         raise PayloadError(f"{where}: a body of {entry.body_bytes} bytes has no room for the grid")
     data = reader.read(entry.body_bytes - GRID.size, where, "coded rows").data
-    mantissa = entry.bits if is_centered else 0
-    coded = CodedRows.parse(data, shape, check, mantissa, is_signed, where)
+    grid = Grid(step, entry.bits)
+    coded = CodedRows.parse(data, shape, check, grid, where, is_centered=is_centered, is_signed=is_signed)
     parameters = np.full((1, 1), step, np.float32)
     no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, header.dim)), np.uint8)
     return Segment(
