@@ -69,7 +69,7 @@ class Values:
     def __init__(self, seed: int) -> None:
         self._pool = np.random.default_rng(seed).normal(size=(1 << 14, _DIM)).astype(np.float32)
 
-    def values(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+    def block(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         return self._pool[np.arange(begin, end) % len(self._pool)]
 
 

@@ -14,7 +14,8 @@ from cnr_backends.errors import ObjectNotFoundError
 from cnr_backends.pieces import Pieces
 from cnr_codecs import LosslessRows, RowCodec, UniformRows
 from cnr_store.ranks.placement import Piece
-from cnr_store.writing.plan import RowSource, RowsWrite
+from cnr_store.writing.plan import RowsWrite
+from cnr_store.writing.rows import Rows
 
 Array = np.ndarray[Any, Any]
 Which = Array | slice
@@ -69,7 +70,7 @@ class Model:
         return sum(table.rows * (table.dim + 1) * 4 for table in self.tables)
 
 
-class Rows(Protocol):
+class RowsMaker(Protocol):
     """Where rows and codecs come from.
 
     Attributes
@@ -80,7 +81,7 @@ class Rows(Protocol):
 
     elsewhere: dict[str, RowsWrite]
 
-    def source(self, table: TableShape, columns: int, which: Which) -> RowSource: ...
+    def source(self, table: TableShape, columns: int, which: Which) -> Rows: ...
 
     def codec(self, columns: int, bits: int) -> RowCodec: ...
 
@@ -95,7 +96,7 @@ class RealRows:
     def __init__(self) -> None:
         self.elsewhere: dict[str, RowsWrite] = {}
 
-    def source(self, table: TableShape, columns: int, which: Which) -> RowSource:
+    def source(self, table: TableShape, columns: int, which: Which) -> Rows:
         shape = (table.rows, columns) if columns > 1 else (table.rows,)
         values = np.random.default_rng(table.number).standard_normal(shape, np.float32)
         return _Values(values.reshape(table.rows, columns)[which])
@@ -108,7 +109,7 @@ class RealRows:
 class _Values:
     all: Array
 
-    def values(self, begin: int, end: int) -> Array:
+    def block(self, begin: int, end: int) -> Array:
         return self.all[begin:end]
 
 
@@ -120,7 +121,7 @@ class NoRows:
         self._zeros = np.zeros(_MOST_CHUNK_BYTES >> 2, np.float32)
         self._codecs: dict[tuple[int, int], RowCodec] = {}
 
-    def source(self, table: TableShape, columns: int, which: Which) -> RowSource:
+    def source(self, table: TableShape, columns: int, which: Which) -> Rows:
         return _Zeros(self._zeros, columns)
 
     def codec(self, columns: int, bits: int) -> RowCodec:
@@ -132,7 +133,7 @@ class _Zeros:
     zeros: Array
     columns: int
 
-    def values(self, begin: int, end: int) -> Array:
+    def block(self, begin: int, end: int) -> Array:
         return self.zeros[: (end - begin) * self.columns].reshape(end - begin, self.columns)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.ranks_bench.counting import CountedBackend, CountedGroup, of_rank
-from benchmarks.ranks_bench.rows import Model, Rows, TableShape
+from benchmarks.ranks_bench.rows import Model, RowsMaker, TableShape
 from cnr_store.format.grid import Counts, block_count, count_blocks
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
@@ -60,7 +60,7 @@ def begin(backend: CountedBackend) -> tuple[Writer, str]:
     return writer, writer.write(plan).id
 
 
-def save(group: Group, backend: CountedBackend, model: Model, rows: Rows) -> dict[str, Any]:
+def save(group: Group, backend: CountedBackend, model: Model, rows: RowsMaker) -> dict[str, Any]:
     """Save on one rank. What was counted."""
     writer, previous = begin(backend) if group.rank == 0 else (None, None)
     previous = group.decide("begin", {"previous": previous}, lambda said: said[0])["previous"]
@@ -167,7 +167,7 @@ def _writes(
     ids: Any,
     counts: Counts | None,
     layout: Layout,
-    rows: Rows,
+    rows: RowsMaker,
     previous: str,
 ) -> Iterator[RowsWrite]:
     first, count, *_ = table.piece(group.rank, group.world)

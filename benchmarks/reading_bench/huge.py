@@ -71,7 +71,7 @@ class _Values:
     ids: Array
     version: int
 
-    def values(self, begin: int, end: int) -> Array:
+    def block(self, begin: int, end: int) -> Array:
         return self.table.values(self.ids[begin:end], self.version)
 
 

@@ -55,7 +55,7 @@ class _Rows:
     def __init__(self, rows: np.ndarray[Any, Any]) -> None:
         self._rows = rows
 
-    def values(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+    def block(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         return self._rows[begin:end]
 
 

@@ -23,7 +23,7 @@ class TensorRows:
     parts: Sequence[torch.Tensor]
     element: str
 
-    def values(self, begin: int, end: int) -> AnyArray:
+    def block(self, begin: int, end: int) -> AnyArray:
         out = np.empty((end - begin, sum(part.shape[1] for part in self.parts)), array_dtype(self.element))
         target, column = torch.from_numpy(out), 0
         for part in self.parts:

@@ -30,7 +30,9 @@ from cnr_store.errors import SaveError
 from cnr_store.format.grid import Grid, rows_in
 from cnr_store.ranks.fragments import BytesLike, EncodedChunk, Fragment, RawRows, pack, unpack
 from cnr_store.ranks.owners import Share, assign, supplier
-from cnr_store.writing.plan import Array, Held, RowsWrite
+from cnr_store.writing.plan import Held, RowsWrite
+from cnr_store.writing.row_codes import Array
+from cnr_store.writing.rows import encode_block
 
 ROUND_BYTES = 16 << 20
 """Encoded bytes of a round for each rank. Whatever is exchanged in it is in memory at once."""
@@ -201,15 +203,16 @@ class Exchange:
             for slot in range((begin - first) // grid.chunk_rows, -(-(end - first) // grid.chunk_rows)):
                 chunk = first + slot * grid.chunk_rows
                 chunk_end = min(chunk + grid.chunk_rows, grid.rows)
-                edges = np.array([max(begin, chunk), min(end, chunk_end)])
-                start, stop = positions_of(rows, edges).tolist()
+                bounds = np.array([max(begin, chunk), min(end, chunk_end)])
+                start, stop = positions_of(rows, bounds).tolist()
                 if start == stop:
                     continue
                 offsets = _offsets(rows, slice(start, stop), chunk)
                 is_whole = begin <= chunk and chunk_end <= end
                 if band.is_full_width and (is_whole or _encodes_row_by_row(rows.codec)):
                     places = None if rows.ids is None and is_whole else offsets
-                    payload = rows.encode_chunk(start, stop, places, seal(rows.path, chunk))
+                    edges, seals = [0, stop - start], [seal(rows.path, chunk)]
+                    (payload,) = rows.encode(start, stop, places, edges, seals)
                     yield EncodedChunk(shard.write, shard.shard, slot, payload)
                     continue
                 values = rows.values(start, stop)
@@ -292,14 +295,11 @@ def _assemble(
     seals = {slot: seal(rows.path, first_row + slot * grid.chunk_rows) for slot in (*encoded, *raw)}
     for slot, parts in raw.items():
         offsets, values = _joined(rows, parts)
-        payload = rows.codec.encode_rows(
-            values,
-            None if rows.ids is None and slot not in encoded else offsets,
-            grid.chunk_rows,
-            element=rows.element,
-            seal=seals[slot],
+        places = None if rows.ids is None and slot not in encoded else offsets
+        of_chunk = rows.codec, values, places, [0, len(values)], grid.chunk_rows
+        encoded.setdefault(slot, []).extend(
+            encode_block(*of_chunk, element=rows.element, seals=[seals[slot]])
         )
-        encoded.setdefault(slot, []).append(payload)
     chunks: list[BytesLike | None] = [None] * grid.chunks_per_shard
     for slot, payloads in encoded.items():
         chunks[slot] = payloads[0]

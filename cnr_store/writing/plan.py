@@ -6,58 +6,17 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
+from typing import Any, Protocol
 
 from cnr_codecs import RowCodec, array_dtype
-from cnr_codecs.protocol import Offsets, encode_chunks
 from cnr_store.errors import SaveError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Counts, Grid, choose_grid, count_blocks
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import place
 from cnr_store.ranks.placement import Placement
-from cnr_store.writing.row_codes import RowCodes
-
-Array = np.ndarray[Any, Any]
-
-
-class RowSource(Protocol):
-    """Where the values of the rows to write come from."""
-
-    def values(self, begin: int, end: int) -> Array:
-        """(end - begin, columns), C-contiguous: the rows at positions begin ... end - 1 of the write's ids."""
-
-
-@runtime_checkable
-class EncodedRows(Protocol):
-    """Rows that were quantized where they are, in host memory or on their way there."""
-
-    @property
-    def codec(self) -> RowCodec:
-        """The codec of the rows: that of the write, with the step of a lattice."""
-
-    @property
-    def nbytes(self) -> int:
-        """The host memory that they take."""
-
-    def payloads(
-        self,
-        begin: int,
-        end: int,
-        offsets: Offsets | None,
-        edges: Sequence[int],
-        rows: int,
-        *,
-        seals: Sequence[int],
-        codes: RowCodes | None = None,
-    ) -> list[bytes]:
-        """The payloads of chunks, of the rows from `begin` to `end`; the rest as for `ChunksCodec.encode_chunks`.
-
-        Rows on a lattice may be relative by the `codes` of the write.
-        """
+from cnr_store.writing.row_codes import Array, RowCodes
+from cnr_store.writing.rows import CodedRows, Rows, encode_block
 
 
 @dataclass(frozen=True)
@@ -84,9 +43,9 @@ class RowsWrite:
     base: str | None  # version that the delta applies to; None for a whole array
     # (n,) int64 ascending: the rows written, of those that this rank has; None for all of them
     ids: Array | None
-    # source, codec: where their values come from and how they are encoded; or rows that this codec's kernels have
-    # quantized, of an array of which this rank has all
-    source: RowSource | EncodedRows
+    # source, codec: where they come from and how they are encoded. Where a device codes them by this codec, no rank
+    # asks for their values.
+    source: Rows
     codec: RowCodec
     aliases: tuple[str, ...] = ()  # other names of the same tensor in the model
     boundaries: tuple[int, ...] = ()  # as in `ArrayEntry`
@@ -97,52 +56,23 @@ class RowsWrite:
     codes: RowCodes | None = None  # those of rows that may be relative to the base; None where none may be
 
     def values(self, begin: int, end: int) -> Array:
-        """Those of its source, which must not be encoded."""
-        if isinstance(self.source, EncodedRows):
+        """The values of the rows at these positions of the write's ids, which must not be coded yet."""
+        block = self.source.block(begin, end)
+        if isinstance(block, CodedRows):
             raise SaveError(f"{self.path}: its rows were quantized on a device, and are needed as they are")
-        return self.source.values(begin, end)
+        return block
 
-    def encode(self, values: Array, begin: int, offsets: Array | None, seal: int) -> bytes:
-        """The payload of a chunk.
-
-        `values`: the rows at positions from `begin` on of the write's ids.
-        `offsets`, `seal`: as for `RowCodec.encode_rows`.
-        """
-        rows, element = self.grid.chunk_rows, self.element
-        if self.codes is None:
-            return self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
-        return self.codes.encode(self.codec, values, begin, offsets, rows, element, seal)
-
-    def encode_chunk(self, begin: int, end: int, offsets: Array | None, seal: int) -> bytes:
-        """The payload of a chunk of the rows at these positions of the write's ids; the rest as in `encode`."""
-        if isinstance(self.source, EncodedRows):
-            edges, rows = [0, end - begin], self.grid.chunk_rows
-            return self.source.payloads(begin, end, offsets, edges, rows, seals=[seal], codes=self.codes)[0]
-        return self.encode(self.values(begin, end), begin, offsets, seal)
-
-    def encode_chunks(self, begin: int, end: int, firsts: Sequence[int], seals: Sequence[int]) -> list[bytes]:
-        """The payloads of chunks that follow one another.
-
-        `begin`, `end`: positions in the write's ids of the first chunk's first row, and behind the last one's last.
-        `firsts`, `seals`: position of each chunk's first row, and its seal, as for `RowCodec.encode_rows`.
-        """
-        rows = self.grid.chunk_rows
-        # Chunks begin at multiples of their rows.
-        offsets = None if self.ids is None else self.ids[begin:end] % rows
-        edges = [*(first - begin for first in firsts), end - begin]
-        if isinstance(self.source, EncodedRows):
-            return self.source.payloads(begin, end, offsets, edges, rows, seals=seals, codes=self.codes)
-        values = self.values(begin, end)
-        if self.codes is None or not self.codes.has_codes:
-            if self.codes is not None:
-                self.codes.note(begin, values)
-            return encode_chunks(self.codec, values, offsets, edges, rows, element=self.element, seals=seals)
-        return [
-            self.encode(
-                values[first:last], begin + first, None if offsets is None else offsets[first:last], seal
-            )
-            for (first, last), seal in zip(pairwise(edges), seals, strict=True)
-        ]
+    def encode(
+        self, begin: int, end: int, offsets: Array | None, edges: Sequence[int], seals: Sequence[int]
+    ) -> list[bytes]:
+        """The payloads of chunks of the rows at these positions of the write's ids; the rest as in `encode_block`."""
+        return encode_block(
+            *(self.codec, self.source.block(begin, end), offsets, edges, self.grid.chunk_rows),
+            element=self.element,
+            seals=seals,
+            begin=begin,
+            codes=self.codes,
+        )
 
     @property
     def columns(self) -> int:

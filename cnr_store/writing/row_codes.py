@@ -76,7 +76,7 @@ class RowCodes:
         then.
         """
         own = gridded_codec(codec)
-        if own is None or grid_of(own) is None or not (quantized or self.has_codes):
+        if own is None or grid_of(own) is None:
             self.note(begin, values)
             return codec.encode_rows(values, offsets, chunk_rows, element=element, seal=seal)
         parent = self._parents(begin, values.shape)

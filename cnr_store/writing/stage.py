@@ -126,7 +126,10 @@ class _Chunks:
         slots = [slot for slot, (first, last) in enumerate(pairwise(self.edges)) if first < last]
         first_row = self.shard * grid.shard_rows + self.first_slot * grid.chunk_rows
         seals = [home.seal(rows.path, first_row + slot * grid.chunk_rows) for slot in slots]
-        encoded = rows.encode_chunks(begin, end, [self.edges[slot] for slot in slots], seals)
+        # Chunks begin at multiples of their rows.
+        offsets = None if rows.ids is None else rows.ids[begin:end] % grid.chunk_rows
+        edges = [*(self.edges[slot] - begin for slot in slots), end - begin]
+        encoded = rows.encode(begin, end, offsets, edges, seals)
         found = dict(zip(slots, encoded, strict=True))
         return [found.get(slot) for slot in range(len(self.edges) - 1)]
 

@@ -20,8 +20,8 @@ from cnr_codecs.payload.coded import Grid
 from cnr_store.errors import SaveError
 from cnr_store.ranks.placement import Span
 from cnr_store.writing.exchange import Peers, columns_of
-from cnr_store.writing.plan import Array, RowsWrite
-from cnr_store.writing.row_codes import grid_of, gridded_codec
+from cnr_store.writing.plan import RowsWrite
+from cnr_store.writing.row_codes import Array, grid_of, gridded_codec
 
 
 def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | None) -> list[RowsWrite]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +17,14 @@ from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.lattice.steps import COUNTED_ROWS, median_scale, no_counts, scale_counts
 from cnr_codecs.payload.payload import ParameterType, row_bytes
-from cnr_codecs.protocol import Offsets, RowCodec, Rows
+from cnr_codecs.protocol import RowCodec
 from cnr_codecs.uniform.quantized import QuantizedRows
 from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
 from cnr_store.training.devices.arithmetic import ELEMENTS, Codec, quantize, rows_together
 from cnr_store.training.devices.moving import Arrays, start_copy
 from cnr_store.training.devices.support import failing_saves
-from cnr_store.writing.row_codes import RowCodes
+from cnr_store.writing.row_codes import Array
+from cnr_store.writing.rows import CodedRows
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Piece:
     marks: npt.NDArray[np.uint8]  # uint8 (n,): what `arithmetic.quantize` returns first
     # is_raw, raw_values: bool (n,): which rows are stored as they are, and their values
     is_raw: npt.NDArray[np.bool_]
-    raw_values: Rows
+    raw_values: Array
     arriving: Callable[[], Arrays]  # waits for the rest of what `quantize` returns
     nbytes: int  # the host memory that all of it takes
 
-    def rows(self, begin: int, end: int) -> list[np.ndarray[Any, Any]]:
+    def rows(self, begin: int, end: int) -> list[Array]:
         """Of some of these rows: marks, which are raw, these values, and the rest, once it is in host memory."""
         first, last = np.count_nonzero(self.is_raw[:begin]), np.count_nonzero(self.is_raw[:end])
         own = [each[begin:end] for each in (self.marks, self.is_raw, *self.arriving())]
@@ -48,10 +47,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowsFromDevice:
-    """Rows of a table, quantized on `device`, `together` a piece: see `writing.plan.EncodedRows`."""
+    """Rows of a table, quantized on `device`, `together` a piece.
+
+    `codec`: that of the write, with the step of a lattice.
+    """
 
     codec: Codec
-    element: str
     device: torch.device
     pieces: Sequence[Piece]
     together: int
@@ -61,42 +62,22 @@ class RowsFromDevice:
         """The host memory that they take."""
         return sum(piece.nbytes for piece in self.pieces)
 
-    def payloads(
-        self,
-        begin: int,
-        end: int,
-        offsets: Offsets | None,
-        edges: Sequence[int],
-        rows: int,
-        *,
-        seals: Sequence[int],
-        codes: RowCodes | None = None,
-    ) -> list[bytes]:
-        """The payloads of chunks: see `EncodedRows.payloads`."""
+    def block(self, begin: int, end: int) -> CodedRows:
+        """The codes of rows, once they are in host memory: see `writing.rows.Rows`."""
         with failing_saves(self.device, "rows that were quantized there"):
             parts = list(self._parts(begin, end))
         marks, is_raw, raw_values, *made = (
             parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
         )
-        if isinstance(self.codec, UniformRows):
-            floats = np.ascontiguousarray(made[0].T)
-            halves = torch.from_numpy(floats).half().view(torch.int16).numpy().view(np.uint16)
-            float16_rows = int((marks == ParameterType.FLOAT16).sum())
-            quantized = QuantizedRows(floats[0], floats[1], halves, marks, made[1], float16_rows)
-            return self.codec.encode_codes(
-                quantized, raw_values, offsets, edges, rows, element=self.element, seals=seals
-            )
-        known, payloads, values = codes or RowCodes(None), [], np.zeros(made[0].shape, raw_values.dtype)
-        values[is_raw] = raw_values  # others are not looked at
-        for (first, last), seal in zip(pairwise(edges), seals, strict=True):
-            own, places = slice(first, last), None if offsets is None else offsets[first:last]
-            held = made[0][own][~is_raw[own]], is_raw[own]
-            payloads.append(
-                known.encode(self.codec, values[own], begin + first, places, rows, self.element, seal, held)
-            )
-        return payloads
+        if not isinstance(self.codec, UniformRows):
+            return CodedRows(made[0], is_raw, raw_values)
+        floats = np.ascontiguousarray(made[0].T)
+        halves = torch.from_numpy(floats).half().view(torch.int16).numpy().view(np.uint16)
+        float16_rows = int((marks == ParameterType.FLOAT16).sum())
+        quantized = QuantizedRows(floats[0], floats[1], halves, marks, made[1], float16_rows)
+        return CodedRows(quantized, is_raw, raw_values)
 
-    def _parts(self, begin: int, end: int) -> Iterator[list[np.ndarray[Any, Any]]]:
+    def _parts(self, begin: int, end: int) -> Iterator[list[Array]]:
         """What each piece has of these rows. Of no rows, those of one piece."""
         first = min(begin // self.together, len(self.pieces) - 1)
         for number in range(first, max(first, (end - 1) // self.together) + 1):
@@ -142,12 +123,12 @@ def encode(codec: RowCodec, values: torch.Tensor, ids: torch.Tensor | None) -> R
         own = slice(first, first + together)
         rows = values[own] if ids is None else values.index_select(0, ids[own].to(values.device))
         pieces.append(_quantized(codec, rows))
-    return RowsFromDevice(codec, ELEMENTS[values.dtype], values.device, pieces, together)
+    return RowsFromDevice(codec, values.device, pieces, together)
 
 
-def on_host(values: torch.Tensor) -> Rows:
+def on_host(values: torch.Tensor) -> Array:
     """Values in host memory, in the array type."""
-    found: Rows = (values.cpu().float() if values.dtype is torch.bfloat16 else values.cpu()).numpy()
+    found: Array = (values.cpu().float() if values.dtype is torch.bfloat16 else values.cpu()).numpy()
     return found
 
 

@@ -26,6 +26,7 @@ from cnr_store.training.devices import support
 from cnr_store.training.devices.arithmetic import ELEMENTS, Codec
 from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.encode import RowsFromDevice, can_encode, encode, least_bytes, on_host
+from cnr_store.writing.rows import encode_block
 
 log = logging.getLogger("cnr_store")
 PROOF_ROWS, _DIM = 512, 37
@@ -108,7 +109,11 @@ def _differs(codec: Codec, dtype: torch.dtype, device: torch.device) -> bool:
     decode_into(parse(payload), wanted, need.copy())
     is_same = DeviceRows(found).write(take_rows(parse(payload), need), 0)
     if can_encode(codec, there, True):
-        made = encode(codec, there, None).payloads(0, count, None, [0, count], count, seals=[0])
+        made = encode_block(
+            *(codec, encode(codec, there, None).block(0, count), None, [0, count], count),
+            element=element,
+            seals=[0],
+        )
         is_same &= made == [payload]
     return not is_same or on_host(found).tobytes() != wanted.tobytes()
 

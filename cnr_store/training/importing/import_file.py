@@ -52,7 +52,7 @@ class FileRows:
 
     tensor: FileTensor
 
-    def values(self, begin: int, end: int) -> Array:
+    def block(self, begin: int, end: int) -> Array:
         rows = self.tensor.values[begin:end]
         if self.tensor.element == "bfloat16":
             return (rows.astype(np.uint32) << 16).view(np.float32)

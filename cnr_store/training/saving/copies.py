@@ -10,6 +10,7 @@ import numpy as np
 
 from cnr_store.format.grid import Counts
 from cnr_store.policies.policy import Decision
+from cnr_store.training.devices.encode import RowsFromDevice
 from cnr_store.training.model.row_arrays import RowArray, checked
 from cnr_store.training.saving.codec_choice import CodecChoice, takes_changing_rows
 from cnr_store.training.saving.options import codec_of
@@ -19,7 +20,7 @@ from cnr_store.training.saving.tally import Changed, RowSets, Tally
 from cnr_store.training.tracking.bitmap import Bitmap, RowIds, rows_of
 from cnr_store.writing.exchange import is_sent_encoded
 from cnr_store.writing.lineage import ArrayLine
-from cnr_store.writing.plan import EncodedRows, RowsWrite
+from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import LEAST_DIGESTED_BYTES, CodeCache, gridded_codec
 from cnr_store.writing.steps import keep_step
 
@@ -153,7 +154,7 @@ class Copies:
             base=base,
             ids=None if written is None else written + table.first_row,
             source=source,
-            codec=source.codec if isinstance(source, EncodedRows) else codec,
+            codec=source.codec if isinstance(source, RowsFromDevice) else codec,
             aliases=table.tied_names if array.is_weight else (),
             boundaries=(*array.boundaries, table.dim) if array.boundaries else (),
             held=held,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cnr_codecs import Scheme, UniformRows, build_payload, check_rows, parse, raw_segment
 
-Rows = npt.NDArray[Any]
+Values = npt.NDArray[Any]
 
 QUANTIZABLE = frozenset({"float32", "float16", "bfloat16"})
 _RAISE_STEPS = 0.51
@@ -45,7 +45,7 @@ class CeilingRows:
 
     def encode_rows(
         self,
-        values: Rows,
+        values: Values,
         offsets: npt.NDArray[np.integer[Any]] | None,
         rows: int,
         *,
@@ -75,7 +75,7 @@ class CeilingRows:
         return UniformRows("asymmetric", self.bits)
 
 
-def _raise_by_half_step(values: Rows, element: str, levels: int) -> Rows:
+def _raise_by_half_step(values: Values, element: str, levels: int) -> Values:
     """A copy in which rows without negative values are raised by half a step; `values` itself if there are none.
 
     A raised value that does not fit the element type becomes infinite, and its row is then stored raw.

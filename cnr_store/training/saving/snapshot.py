@@ -16,6 +16,7 @@ from cnr_codecs import RowCodec
 from cnr_store.format.layout import dense_path, is_shared
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import ArrayLeaf
+from cnr_store.training.devices.encode import RowsFromDevice
 from cnr_store.training.devices.staging import encode_staged
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.dense_state import dense_items, extra_state, module_versions, named_state
@@ -36,7 +37,7 @@ from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.tally import ArrayOf, Bitmaps, Taken
 from cnr_store.training.tracking.bitmap import RowIds
 from cnr_store.training.tracking.small_tables import SmallTables
-from cnr_store.writing.plan import DenseWrite, EncodedRows
+from cnr_store.writing.plan import DenseWrite
 
 _SAVES_BEFORE_SHRINKING = 4
 _WORD_BYTES = 4
@@ -50,7 +51,7 @@ class StagedRows:
         # The columns are computed because reshape can't infer a -1 for an array of no rows.
         self._values = values.reshape(len(values), math.prod(values.shape[1:]))
 
-    def values(self, begin: int, end: int) -> AnyArray:
+    def block(self, begin: int, end: int) -> AnyArray:
         return self._values[begin:end]
 
 
@@ -83,7 +84,7 @@ class LiveRows:
     pending: PendingSave
     in_place: bool
 
-    def values(self, begin: int, end: int) -> AnyArray:
+    def block(self, begin: int, end: int) -> AnyArray:
         self.pending.check_uninterrupted()
         if self.in_place and self.ids is None and self.array.memory is not None:
             return self.array.memory[begin:end]
@@ -131,7 +132,7 @@ class Staging:
         *,
         in_place: bool,
         codec: RowCodec | None = None,
-    ) -> StagedRows | LiveRows | EncodedRows:
+    ) -> StagedRows | LiveRows | RowsFromDevice:
         """Copy the rows `ids` (None for all) of those that this process holds, or leave them in the model.
 
         `ids` count from the first row held. They stay in the model if there is no room. With `codec`, a device that

@@ -27,7 +27,7 @@ class Values:
     def __init__(self, fails: bool) -> None:
         self._fails = fails
 
-    def values(self, begin: int, end: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    def block(self, begin: int, end: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
         time.sleep(0.01)
         if self._fails:
             raise ValueError("unreadable")

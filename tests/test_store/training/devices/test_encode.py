@@ -30,6 +30,7 @@ from cnr_store.training.devices import arithmetic
 from cnr_store.training.devices import encode as encoding
 from cnr_store.training.devices.encode import can_encode, encode, on_host
 from cnr_store.writing.row_codes import RowCodes
+from cnr_store.writing.rows import encode_block
 from tests.nightly import at_night
 from tests.test_codecs.hard_rows import ROW_MAKERS
 from tests.test_store.training.devices.device import DEVICE
@@ -68,8 +69,10 @@ def check(codec: RowCodec, table: torch.Tensor, element: str, seed: int) -> None
     for first, last in ((0, begin), (begin, len(numbers))):
         own = edges[(edges >= first) & (edges <= last)]
         own_seals = seals[len(found) : len(found) + len(own) - 1]
-        found += encoded.payloads(
-            first, last, offsets[first:last], (own - first).tolist(), chunk_rows, seals=own_seals
+        found += encode_block(
+            *(codec, encoded.block(first, last), offsets[first:last], (own - first).tolist(), chunk_rows),
+            element=element,
+            seals=own_seals,
         )
     assert found == wanted
 
@@ -252,8 +255,12 @@ def test_relative_rows_have_the_payloads_of_the_host(
     edges = np.unique(np.searchsorted(written, [0, 16, 32, 40])).tolist()
     begin, end = edges[0], edges[-1]
     seals = list(range(len(edges) - 1))
-    found = encoded.payloads(
-        begin, end, written % 16, [each - begin for each in edges], 16, seals=seals, codes=ours
+    found = encode_block(
+        *(codec, encoded.block(begin, end), written % 16, [each - begin for each in edges], 16),
+        element=element,
+        seals=seals,
+        begin=begin,
+        codes=ours,
     )
     wanted = [
         theirs.encode(codec, rows[first:last], first, written[first:last] % 16, 16, element, seal)
@@ -268,10 +275,11 @@ def test_relative_rows_have_the_payloads_of_the_host(
 @pytest.mark.slow
 def test_one_row_and_none() -> None:
     codec, table = UniformRows("adaptive", 4), torch.randn(1, 8, device=DEVICE)
-    (payload,) = encode(codec, table, None).payloads(0, 1, None, [0, 1], 4, seals=[7])
+    of_one = codec, encode(codec, table, None).block(0, 1), None, [0, 1], 4
+    (payload,) = encode_block(*of_one, element="float32", seals=[7])
     assert payload == codec.encode_rows(table.cpu().numpy(), None, 4, element="float32", seal=7)
     none = encode(codec, table, torch.empty(0, dtype=torch.int64, device=DEVICE))
-    assert none.payloads(0, 0, None, [0], 4, seals=[]) == []
+    assert encode_block(codec, none.block(0, 0), None, [0], 4, element="float32", seals=[]) == []
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from cnr_store.training.devices.moving import start_copy
 from cnr_store.training.model.tensors import gather
 from cnr_store.training.tracking.bitmap import rows_of
 from cnr_store.training.tracking.device_bitmap import RowBits
+from cnr_store.writing.rows import encode_block
 from tests.test_codecs import hard_rows
 from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_encode import table_of
@@ -67,7 +68,11 @@ def test_more_than_2_to_the_31_elements(rows: int, dim: int, codec: RowCodec) ->
     offsets = np.arange(_LAST)
     (wanted,) = encode_chunks(codec, values, offsets, [0, _LAST], _LAST, element="float16", seals=[0])
     if isinstance(codec, UniformRows):
-        (found,) = encode(codec, table, ids).payloads(0, _LAST, offsets, [0, _LAST], _LAST, seals=[0])
+        (found,) = encode_block(
+            *(codec, encode(codec, table, ids).block(0, _LAST), offsets, [0, _LAST], _LAST),
+            element="float16",
+            seals=[0],
+        )
         assert found == wanted
     table[first:] = 5
     before = table[first - 1].clone()
