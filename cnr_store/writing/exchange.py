@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,27 +33,10 @@ from cnr_store.ranks.owners import Share, assign, supplier
 from cnr_store.writing.plan import Held, RowsWrite
 from cnr_store.writing.row_codes import Array
 from cnr_store.writing.rows import encode_block
+from cnr_store.writing.team import Team
 
 ROUND_BYTES = 16 << 20
 """Encoded bytes of a round for each rank. Whatever is exchanged in it is in memory at once."""
-
-
-class Peers(Protocol):
-    """The ranks that write a version together."""
-
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-
-    @property
-    def world(self) -> int:
-        """How many there are."""
-
-    def beat(self) -> None:
-        """Tell the others that this one makes progress, and raise if one of them has failed."""
-
-    def exchange(self, messages: Mapping[int, Sequence[Any]], expected: Sequence[int]) -> Mapping[int, Any]:
-        """Send each rank its message, and return those of the ranks expected."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +93,8 @@ def find_routes(writes: Sequence[tuple[RowsWrite, Grid]], world: int) -> Routes:
     return Routes(local, shared)
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """The chunks of a shard, by slot, at its owner."""
-
-    rows: RowsWrite
-    shard: int
-    chunks: Sequence[BytesLike | None]
+Assembled = tuple[RowsWrite, int, Sequence[BytesLike | None]]
+"""A shard at its owner: the write, the shard's number, and its chunks by slot."""
 
 
 class Exchange:
@@ -126,7 +104,7 @@ class Exchange:
     `writes`: those that ranks share, each with how it is cut. All ranks have the same, in any order.
     """
 
-    def __init__(self, peers: Peers, writes: Sequence[tuple[RowsWrite, Grid]]) -> None:
+    def __init__(self, peers: Team, writes: Sequence[tuple[RowsWrite, Grid]]) -> None:
         self._peers = peers
         self._writes = sorted(writes, key=lambda each: each[0].path)
         self._routes = find_routes(self._writes, peers.world)
@@ -182,7 +160,7 @@ class Exchange:
                 fragments = by_shard.pop((shard.write, shard.shard), [])
                 if fragments:
                     rows, grid = self._writes[shard.write]
-                    yield Assembled(rows, shard.shard, _assemble(rows, grid, shard.shard, fragments, seal))
+                    yield rows, shard.shard, _assemble(rows, grid, shard.shard, fragments, seal)
 
     def _fragments(self, shard: _Shard, seal: Callable[[str, int], int]) -> Iterator[Fragment]:
         """What this rank supplies of a shard."""

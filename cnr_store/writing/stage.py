@@ -34,10 +34,11 @@ from cnr_store.format.arrays import (
 from cnr_store.format.grid import Grid
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.fragments import BytesLike
-from cnr_store.writing.exchange import Exchange, Peers, positions_of
+from cnr_store.writing.exchange import Exchange, positions_of
 from cnr_store.writing.plan import DensePiece, DenseWrite, MovedRows, Plan, RowsWrite
 from cnr_store.writing.staged import Object, Put, Puts, Staged
 from cnr_store.writing.steps import find_steps
+from cnr_store.writing.team import Team
 
 PUTS_IN_FLIGHT = 16
 _PUTS_WAITING = 4 * PUTS_IN_FLIGHT
@@ -66,7 +67,7 @@ def stage(
     version: str,
     plan: Plan,
     transfer: Transfer,
-    peers: Peers | None = None,
+    peers: Team | None = None,
     rows_done: Callable[[], None] = lambda: None,
 ) -> Staged:
     """Put every object of a version but its manifest, state and record; of many ranks, those that this one puts.
@@ -102,7 +103,7 @@ def stage(
     return staged
 
 
-def _telling(objects: Iterable[Object], peers: Peers | None) -> Iterator[Object]:
+def _telling(objects: Iterable[Object], peers: Team | None) -> Iterator[Object]:
     """The objects; the other ranks hear of each, and this rank of their failures."""
     for each in objects:
         if peers is not None:
@@ -133,15 +134,12 @@ class _Chunks:
         found = dict(zip(slots, encoded, strict=True))
         return [found.get(slot) for slot in range(len(self.edges) - 1)]
 
-    def assemble(self, home: _Home, chunks: list[bytes | None] | None) -> Object:
-        """The shard's object, from the chunks of all its slots; None for its place alone."""
-        return _shard_object(home, self.rows, self.shard, chunks)
-
 
 def _shard_object(
-    home: _Home, rows: RowsWrite, shard: int, chunks: Sequence[BytesLike | None] | None
+    home: _Home, path: str, shape: tuple[int, ...], shard: int, chunks: Sequence[BytesLike | None] | None
 ) -> Object:
-    return Object(home.key(rows.path, _shard_place(shard, rows.shape)), chunks, rows.path, shard)
+    """A shard's object, from the chunks of all its slots; None for its place alone."""
+    return Object(home.key(path, f"c/{shard}/0" if len(shape) == 2 else f"c/{shard}"), chunks, path, shard)
 
 
 @dataclass(frozen=True)
@@ -154,12 +152,7 @@ class _MovedShard:
     def encode(self, home: _Home) -> Object:
         path = self.rows.path
         chunks = self.rows.chunks(self.shard, lambda first_row: home.seal(path, first_row))
-        place = _shard_place(self.shard, self.rows.entry.shape)
-        return Object(home.key(path, place), chunks, path, self.shard)
-
-
-def _shard_place(shard: int, shape: tuple[int, ...]) -> str:
-    return f"c/{shard}/0" if len(shape) == 2 else f"c/{shard}"
+        return _shard_object(home, path, self.rows.entry.shape, self.shard, chunks)
 
 
 @dataclass(frozen=True)
@@ -222,8 +215,8 @@ def _objects(
 
 def _exchanged(home: _Home, shared: Exchange | None) -> Iterator[Object]:
     if shared is not None:
-        for each in shared.run(home.seal):
-            yield _shard_object(home, each.rows, each.shard, each.chunks)
+        for rows, shard, chunks in shared.run(home.seal):
+            yield _shard_object(home, rows.path, rows.shape, shard, chunks)
 
 
 def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: Staged) -> Iterator[Object]:
@@ -240,11 +233,12 @@ def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: St
             if isinstance(made, Object):
                 yield made
             elif isinstance(task, _Chunks):
+                of_shard = home, task.rows.path, task.rows.shape, task.shard
                 if not chunks and len(made) < task.grid.chunks_per_shard:
-                    yield task.assemble(home, None)
+                    yield _shard_object(*of_shard, None)
                 chunks += made
                 if len(chunks) == task.grid.chunks_per_shard:
-                    yield task.assemble(home, chunks)
+                    yield _shard_object(*of_shard, chunks)
                     chunks = []
 
 
@@ -322,7 +316,7 @@ def _shards(rows: RowsWrite, grid: Grid, shards: Iterable[int]) -> Iterator[_Chu
 _HEADER_BYTES = 8
 
 
-def joined(dense: Sequence[DenseWrite], peers: Peers | None) -> list[DenseWrite]:
+def joined(dense: Sequence[DenseWrite], peers: Team | None) -> list[DenseWrite]:
     """The dense arrays of a plan, those that this rank puts with their values, from the pieces that ranks hold.
 
     `dense`: the same arrays in pieces on all ranks, in the same order. The others may differ.

@@ -19,12 +19,13 @@ from cnr_codecs.lattice.steps import COUNTED_ROWS, Counts, median_scale, no_coun
 from cnr_codecs.payload.coded import Grid
 from cnr_store.errors import SaveError
 from cnr_store.ranks.placement import Span
-from cnr_store.writing.exchange import Peers, columns_of
+from cnr_store.writing.exchange import columns_of
 from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import Array, grid_of, gridded_codec
+from cnr_store.writing.team import Team
 
 
-def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Peers | None) -> list[RowsWrite]:
+def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Team | None) -> list[RowsWrite]:
     """The same writes; those that are whole and go by the scale of their rows with the step of these.
 
     Ranks that share arrays must call it together. The first of them adds up the counts of all.
@@ -95,7 +96,7 @@ def _parts(rows: RowsWrite, values: Array, spans: tuple[Span, ...] | None) -> li
     return [columns_of(rows.held, values, span.first_column, span.columns) for span in spans]
 
 
-def _added(own: Counts, paths: Sequence[str], peers: Peers) -> dict[str, Counts]:
+def _added(own: Counts, paths: Sequence[str], peers: Team) -> dict[str, Counts]:
     """The counts of all ranks, by path; `own`, (paths, bins), are this one's."""
     others = range(1, peers.world)
     if peers.rank:
