@@ -282,11 +282,13 @@ class Planner:
         sets = self._sets(snapshot.taken, self._since_whole)
         rows = self._copies.rows(decision, snapshot, sets, self.lineage.lines, changed, whole, pending)
         policy = asdict(decision)
-        if reasons:
-            tables = {
-                array.table.name: reasons[array.path] for array in snapshot.arrays if array.path in reasons
-            }
-            policy["whole"] = summary(tables)
+        whole_tables = {
+            each.table.name: reasons[each.path]
+            for each in snapshot.arrays
+            if each.is_weight and each.path in reasons
+        }
+        if whole_tables:
+            policy["whole"] = summary(whole_tables)
         if snapshot.compared:
             names = {array.table.name for array in snapshot.arrays if array.path in snapshot.compared}
             policy["compared"] = summary(

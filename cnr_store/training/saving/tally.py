@@ -22,7 +22,7 @@ from cnr_store.writing.plan import Held
 
 Bitmaps = dict[str, Bitmap]
 _MIN_SHARE_TO_KEEP = 1 / 8
-"""Of all arrays' bytes: below it, arrays whose rows all changed are no reason for retention to keep a version."""
+"""Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 
 
 @dataclass(frozen=True)
@@ -238,11 +238,13 @@ def worth_whole(
     worth that where their delta would depend on the baseline, which is kept anyway.
 
     `changed`: arrays whose rows all changed, and are not relative: these take less as a delta.
-    `known`: paths of arrays of which a whole version is known.
+    `known`: paths of the tables of which a whole version is known.
     """
-    their_bytes, all_bytes = (sum(each.nbytes for each in some) for some in (changed, arrays))
+    their_bytes, all_bytes = (
+        sum(each.nbytes for each in some if each.is_weight) for some in (changed, arrays)
+    )
     is_much = since == "previous" or their_bytes >= _MIN_SHARE_TO_KEEP * all_bytes
-    return {array.path for array in changed if is_much or array.path not in known}
+    return {array.path for array in changed if is_much or array.table.path not in known}
 
 
 def not_continued(arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine]) -> dict[str, str]:

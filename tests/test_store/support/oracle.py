@@ -184,7 +184,8 @@ def _worth_whole(
         if len(due[path]) == SHAPES[table][0]
         and not (table in relative and isinstance(codecs[path], LatticeRows | FloatingRows))
     }
-    is_much = 8 * sum(rows[path].nbytes for path in changed) >= sum(each.nbytes for each in rows.values())
+    sizes = {f"tables/{name}/weight": count * dim for name, (count, dim) in SHAPES.items()}
+    is_much = 8 * sum(sizes.get(path, 0) for path in changed) >= sum(sizes.values())
     return changed if kind == "previous" or is_much else set()
 
 
