@@ -17,7 +17,6 @@ from benchmarks.codec_bench.targets import Target
 from cnr_codecs import LatticeRows, RowCodec, UniformRows, decode_into, lattice_step, parse
 from cnr_codecs.lattice.steps import median_scale, scale_counts
 from cnr_codecs.payload.coded import MAX_CODE
-from cnr_codecs.payload.frames import decompress
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _WIDTHS = (2, 3, 4, 8)
@@ -148,7 +147,7 @@ def _over_entropy(codec: LatticeRows, rows: Rows) -> float:
         if each.coded is None:
             continue
         lines = each.coded.lines
-        classes = decompress(lines.classes, len(lines.order))
+        classes = lines.classes
         codes = lines.decode(MAX_CODE)
         bits += _entropy(classes) + sum(_entropy(codes[classes == kind]) for kind in np.unique(classes))
         held += len(lines.data)
