@@ -20,8 +20,8 @@ from cnr_store.catalog.catalog import Url
 from cnr_store.catalog.claims import check_no_live_writer
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.dcp.writer import Writer
+from cnr_store.policies.checks import integer
 from cnr_store.policies.widths import Bits
-from cnr_store.training.model.arguments import check_count
 from cnr_store.training.saving.codec_choice import CodecOption
 
 
@@ -77,7 +77,7 @@ def import_checkpoint(
     SupersededError
         A run is or may be live there. Nothing was stored.
     """
-    step = check_count("step", step, minimum=0)
+    step = integer("step", step, minimum=0)
     writer = Writer(
         url, tables=tables, bits=bits, codec=codec, workers=workers, no_dist=True, **storage_options
     )

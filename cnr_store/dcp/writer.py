@@ -37,11 +37,11 @@ from cnr_store.errors import OptionError, SaveError
 from cnr_store.format.layout import table_name
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import room_advice
+from cnr_store.policies.checks import integer
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import LOSSLESS, Bits, match_pattern
 from cnr_store.ranks.group import Alone, Document
 from cnr_store.training.distributed.torch_group import job_group
-from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.patterns import check_patterns
 from cnr_store.training.model.tensors import dtype_named
 from cnr_store.training.saving.agreement import check_alike, together
@@ -120,7 +120,7 @@ class Writer(StorageWriter):
             raise OptionError("bits and codec are for tables: name them with tables=['users', 'items*']")
         only_codec = bits is None and codec is not None
         self._codecs = CodecChoice("auto" if only_codec else LOSSLESS if bits is None else bits, codec)
-        workers = check_count("workers", workers, minimum=1)
+        workers = integer("workers", workers, minimum=1)
         backend = open_backend(url, **storage_options)
         catalog = Catalog(backend)
         catalog.check_format()
@@ -171,7 +171,7 @@ class Writer(StorageWriter):
                 raise OptionError(
                     f"checkpoint_id={checkpoint_id!r}: give the step in digits, such as '600'; the writer has the URL"
                 )
-            self._named_step.next = check_count("checkpoint_id", int(str(checkpoint_id)), minimum=0)
+            self._named_step.next = integer("checkpoint_id", int(str(checkpoint_id)), minimum=0)
 
     def storage_meta(self) -> None:
         """Take the step that was named for the save that begins here: it may fail before its plan is made."""

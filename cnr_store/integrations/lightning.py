@@ -32,9 +32,9 @@ from cnr_store.integrations.lightning_warnings import warn_of_no_steps
 from cnr_store.integrations.metrics import figures
 from cnr_store.integrations.saved_moment import SavedMoment
 from cnr_store.maintenance.collection.rules import Rules
-from cnr_store.policies.checks import number
+from cnr_store.policies.checks import integer, number
 from cnr_store.training.checkpointer import Checkpointer
-from cnr_store.training.model.arguments import Overlap, check_count
+from cnr_store.training.model.arguments import Overlap
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 from cnr_store.training.saving.pending_save import PendingSave
 
@@ -88,9 +88,7 @@ class CnrCheckpoint(Callback):
         if every_n_steps is None and every_n_minutes is None:
             raise OptionError("give every_n_steps or every_n_minutes: how often to save")
         self._url = url
-        self._every = (
-            None if every_n_steps is None else check_count("every_n_steps", every_n_steps, minimum=1)
-        )
+        self._every = None if every_n_steps is None else integer("every_n_steps", every_n_steps, minimum=1)
         self._every_seconds = (
             None if every_n_minutes is None else 60 * number("every_n_minutes", every_n_minutes)
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 from contextlib import suppress
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from cnr_store.errors import OptionError, option
@@ -26,12 +25,10 @@ def number(name: str, value: Any, maximum: float = math.inf) -> float:
 
 def integer(name: str, value: Any, minimum: int = 0) -> int:
     """An integer of at least `minimum` and at most 2**62, given in any integer type."""
-    if not isinstance(value, bool):
-        with suppress(TypeError):
-            as_int = operator.index(value)
-            if minimum <= as_int <= MOST:
-                return as_int
-    raise OptionError(f"{_given(name, value)}; give an integer of at least {minimum} and at most 2**62")
+    if not isinstance(value, bool) and isinstance(value, Integral) and minimum <= int(value) <= MOST:
+        return int(value)
+    hint = f", as with {name}.item()" if getattr(value, "ndim", None) == 0 else ""
+    raise OptionError(f"{_given(name, value)}: give an integer of at least {minimum} and at most 2**62{hint}")
 
 
 def _given(name: str, value: object) -> str:

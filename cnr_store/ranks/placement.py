@@ -101,11 +101,6 @@ class Placement:
         bands = tuple(Band(first, rows, _spans(name, shape[1], group)) for (first, rows), group in groups)
         return cls(name, shape, bands)
 
-    @classmethod
-    def replicated(cls, name: str, shape: tuple[int, int], ranks: Iterable[int]) -> Self:
-        """A table that each of `ranks` holds whole."""
-        return cls.of(name, shape, [Piece(0, shape[0], 0, shape[1], rank) for rank in ranks])
-
     @property
     def needs_or(self) -> bool:
         """Whether any row is held by more than one rank, so that bitmaps of changed rows must be OR-ed."""

@@ -20,7 +20,7 @@ from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
 from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, StateError
 from cnr_store.maintenance.collection.rules import KeepBest, Rules
-from cnr_store.policies.checks import number
+from cnr_store.policies.checks import integer, number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, PolicyName, check_policy
 from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
 from cnr_store.training.distributed.torch_group import job_group
@@ -203,12 +203,12 @@ class Checkpointer:
             arguments.check_group(group), number("timeout_seconds", timeout_seconds)
         )
         if max_chain is not None:
-            max_chain = arguments.check_count("max_chain", max_chain, minimum=1)
+            max_chain = integer("max_chain", max_chain, minimum=1)
         self._options = options = Options(
             retention=Rules(keep_last, keep_every, keep_best),
-            workers=arguments.check_count("workers", workers, minimum=1),
+            workers=integer("workers", workers, minimum=1),
             max_chain=max_chain,
-            snapshot_bytes=arguments.check_count("snapshot_bytes", snapshot_bytes, minimum=0),
+            snapshot_bytes=integer("snapshot_bytes", snapshot_bytes, minimum=0),
             overlap=arguments.check_choice("overlap", overlap, arguments.Overlap),
             on_done=arguments.check_callback("on_done", on_done),
             trusted_optimizers=trusted_classes(trusted_optimizers),
@@ -218,7 +218,7 @@ class Checkpointer:
             objects=arguments.check_stateful(state or {}),
             rng=rng,
             on_failure=arguments.check_choice("on_failure", on_failure, arguments.OnFailure),
-            max_failures=arguments.check_count("max_failures", max_failures, minimum=1),
+            max_failures=integer("max_failures", max_failures, minimum=1),
             retry_seconds=number("retry_seconds", retry_seconds),
             max_write_bytes_per_second=arguments.check_rate(
                 "max_write_bytes_per_second", max_write_bytes_per_second

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from cnr_store.errors import OptionError
+from cnr_store.policies.checks import integer
 from cnr_store.training.data.generators import (
     Generator,
     check_generator_states,
@@ -19,7 +20,6 @@ from cnr_store.training.data.generators import (
 )
 from cnr_store.training.data.loader_replay import open_source
 from cnr_store.training.data.shared_epoch import divide, position_of
-from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
 log = logging.getLogger("cnr_store")
@@ -103,7 +103,7 @@ class TrackedReader(Generic[T]):
         OptionError
             `batches` is no integer of at least 0, or an epoch has no batch at all (raised while iterating).
         """
-        return Interval(self, check_count("batches", batches, minimum=0))
+        return Interval(self, integer("batches", batches, minimum=0))
 
     def _draw(self) -> tuple[T] | None:
         """The next batch, or None at the end of the epoch."""

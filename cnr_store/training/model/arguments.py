@@ -6,12 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch import nn
 
 from cnr_store.errors import ModelMismatchError, OptionError
-from cnr_store.format.validate import MOST
 from cnr_store.policies.checks import number
 from cnr_store.training.model.object_state import refuse_loader
 
@@ -47,14 +45,6 @@ def check_group(group: object) -> torch.distributed.ProcessGroup | None:
     raise OptionError(
         f"group={group!r}: give a process group of torch.distributed that this process is in, or None"
     )
-
-
-def check_count(name: str, value: object, minimum: int) -> int:
-    """An integer from `minimum` to what a commit record can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= MOST:
-        hint = f", as with {name}.item()" if getattr(value, "ndim", None) == 0 else ""
-        raise OptionError(f"{name}={value!r}: give an integer of at least {minimum} and at most 2**62{hint}")
-    return int(value)
 
 
 def check_rate(name: str, value: object) -> float | None:

@@ -16,6 +16,7 @@ from cnr_backends import BackendError
 from cnr_store.errors import CheckpointError, OptionError, SaveError, listed
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.folding.compact import CompactReport
+from cnr_store.policies.checks import integer
 from cnr_store.ranks.decisions import named
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.devices.support import failing_saves
@@ -154,7 +155,7 @@ class Coordinator:
             log.warning("the last save, of step %d, %s; the newest version is %s", step, outcome, newest)
 
     def _prepare(self, request: Request) -> _Ready:
-        step = arguments.check_count("step", request.step, minimum=0)
+        step = integer("step", request.step, minimum=0)
         overlap = self._options.overlap if request.overlap is None else request.overlap
         arguments.check_choice("overlap", overlap, arguments.Overlap)
         latest = self._saves.latest

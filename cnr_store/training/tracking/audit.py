@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from cnr_store.errors import TrackingError
+from cnr_store.policies.checks import integer
 from cnr_store.training.devices.support import failing_saves
-from cnr_store.training.model.arguments import check_count
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import dtype_named
 from cnr_store.training.tracking.bitmap import Bitmap, RowIds, count, rows_of
@@ -69,7 +69,7 @@ class Audit:
         """From what a caller gave: True for `DEFAULT_BYTES`, False for none, or the bytes."""
         if isinstance(audit, bool):
             return cls(DEFAULT_BYTES if audit else 0)
-        return cls(check_count("audit", audit, minimum=0))
+        return cls(integer("audit", audit, minimum=0))
 
     def forget(self) -> None:
         """Compare nothing until the next `renew`."""

@@ -203,8 +203,8 @@ def test_wrong_options_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Trace.zipf(100, 3, -5), "accesses=-5; give an integer of at least 0"),
-        (lambda: Trace.zipf(0, 3, 5), "rows=0; give an integer of at least 1"),
+        (lambda: Trace.zipf(100, 3, -5), "accesses=-5: give an integer of at least 0"),
+        (lambda: Trace.zipf(0, 3, 5), "rows=0: give an integer of at least 1"),
         (lambda: Trace.zipf(100, -1, 5), "saves=-1"),
         (lambda: Trace.zipf(100, 3, 5, seed=-1), "seed=-1"),
         (lambda: Trace.zipf(100, 3, 5, exponent=float("nan")), "exponent=nan; give a number of at least 0"),
@@ -217,7 +217,7 @@ def test_wrong_options_are_refused() -> None:
         (lambda: Trace.of_rows(5, [np.ones(5, bool)]), "interval 1: its ids are bool"),
         (lambda: Trace.of_growth(5, [float("nan")]), "a share of the rows=nan; give a number .* at most 1"),
         (lambda: Trace.of_growth(5, [0.1], saves=-1), "saves=-1"),
-        (lambda: Trace.of_growth(2**70, [0.1]), r"rows=1180591620717411303424; give .* at most 2\*\*62"),
+        (lambda: Trace.of_growth(2**70, [0.1]), r"rows=1180591620717411303424: give .* at most 2\*\*62"),
         (lambda: Trace(5, np.array([[0.0]])), "counts as a numpy array of integers"),
     ],
 )
@@ -241,7 +241,7 @@ def test_numbers_of_no_trace(make: Callable[[], Trace], message: str) -> None:
 )
 def test_sizes_and_rates_that_are_none(wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    with pytest.raises(OptionError, match=f"{name}=.*; give"):
+    with pytest.raises(OptionError, match=f"{name}=.*[;:] give"):
         simulate(Trace.of_rows(5, [[1], [2]]), **wrong)
 
 

@@ -22,7 +22,7 @@ from cnr_store.ranks.owners import (
     supplier,
 )
 from cnr_store.ranks.placement import Piece, Placement
-from tests.test_store.ranks.support.placements import RANKS, cells, placed
+from tests.test_store.ranks.support.placements import RANKS, cells, placed, replicated
 
 Pieces = list[tuple[tuple[int, int], list[Piece]]]
 nbytes = st.one_of(st.just(0.0), st.floats(0.5, 100.0), st.sampled_from([1.0, 2.0, 64.0]))
@@ -113,9 +113,9 @@ def test_who_writes_too_much_holds_nothing_that_another_could_take(
     st.lists(st.floats(0.5, 100.0), max_size=RANKS),
 )
 def test_what_all_hold_fills_up_what_one_rank_must_write(free: list[float], forced: list[float]) -> None:
-    shares = [Share(Placement.replicated("all", (60, 4), range(RANKS)), 1, np.array([*free, *[0] * 60][:60]))]
+    shares = [Share(replicated("all", (60, 4), range(RANKS)), 1, np.array([*free, *[0] * 60][:60]))]
     for rank, size in enumerate(forced):
-        shares.append(Share(Placement.replicated("one", (8, 4), [rank]), 8, np.array([size])))
+        shares.append(Share(replicated("one", (8, 4), [rank]), 8, np.array([size])))
     by_rank = loads(shares, assign(shares, RANKS), RANKS)
     mean = sum(by_rank) / RANKS
     for load, must in zip(by_rank, [*forced, *[0.0] * RANKS], strict=False):
@@ -146,7 +146,7 @@ def test_a_holder_of_more_rows_is_preferred_within_the_slack() -> None:
 
     def owner_where_the_second_has(nbytes: float) -> int:
         others = [
-            Share(Placement.replicated("u", (1, 1), [rank]), 1, np.array([size]))
+            Share(replicated("u", (1, 1), [rank]), 1, np.array([size]))
             for rank, size in enumerate((100.0, nbytes))
         ]
         return int(assign([share, *others], 2)[0][0])
@@ -159,13 +159,13 @@ def test_a_holder_of_more_rows_is_preferred_within_the_slack() -> None:
 def test_what_the_slack_gave_is_taken_back_above_the_limit() -> None:
     mostly_second = Placement.of("t", (10, 4), [Piece(0, 2, 0, 4, 0), Piece(2, 8, 0, 4, 1)])
     share = Share(mostly_second, 16, np.array([10.0]))
-    small = Share(Placement.replicated("u", (1, 1), [1]), 1, np.array([0.5]))
+    small = Share(replicated("u", (1, 1), [1]), 1, np.array([0.5]))
     assert assign([share, small], 2)[0].tolist() == [0]
 
 
 def test_no_shares_and_tables_without_rows() -> None:
     assert assign([], 4) == []
-    empty = Share(Placement.replicated("t", (0, 4), range(4)), 8, np.zeros(0))
+    empty = Share(replicated("t", (0, 4), range(4)), 8, np.zeros(0))
     assert [each.tolist() for each in assign([empty], 4)] == [[]]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cnr_store import UnsupportedModelError
 from cnr_store.ranks.placement import Band, Piece, Placement, Span
-from tests.test_store.ranks.support.placements import cells, placed
+from tests.test_store.ranks.support.placements import cells, placed, replicated
 
 Cells = dict[tuple[int, int], set[int]]
 
@@ -169,9 +169,9 @@ def test_empty_shards_are_ignored() -> None:
 
 
 def test_replicas() -> None:
-    placement = Placement.replicated("t", (10, 4), range(3))
+    placement = replicated("t", (10, 4), range(3))
     assert placement.bands == (Band(0, 10, (Span(0, 4, (0, 1, 2)),)),)
-    alone = Placement.replicated("t", (10, 4), [5])
+    alone = replicated("t", (10, 4), [5])
     assert alone.bands == (Band(0, 10, (Span(0, 4, (5,)),)),)
 
 

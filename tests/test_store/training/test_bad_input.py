@@ -193,6 +193,7 @@ def test_memory_laid_out_otherwise_is_no_shared_memory(tmp_path: Path) -> None:
         ({"workers": 0}, "workers=0: give an integer of at least 1"),
         ({"workers": 1.5}, "workers=1.5: give an integer"),
         ({"snapshot_bytes": -1}, "snapshot_bytes=-1: give an integer of at least 0"),
+        ({"workers": 10**5000}, "workers=.an integer of 16610 bits.: give an integer of at least 1"),
         (
             {"state": {"clock": 3}},
             "state 'clock': an object of type int has no .*: put arrays into an object that has them",

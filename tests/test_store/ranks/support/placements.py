@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from cnr_store.ranks.placement import Piece
+from cnr_store.ranks.placement import Piece, Placement
 
 RANKS = 6
 
@@ -41,3 +42,8 @@ def cells(pieces: list[Piece]) -> dict[tuple[int, int], set[int]]:
             for column in range(first_column, first_column + columns):
                 held.setdefault((row, column), set()).add(rank)
     return held
+
+
+def replicated(name: str, shape: tuple[int, int], ranks: Iterable[int]) -> Placement:
+    """A table that each of `ranks` holds whole."""
+    return Placement.of(name, shape, [Piece(0, shape[0], 0, shape[1], rank) for rank in ranks])
