@@ -181,9 +181,11 @@ class TestBombs:
 
 
 DAMAGED = {
-    "zstd of an unknown size": ("zstd", bytes.fromhex("28b52ffd 00 58 430d0078"), "state the size"),
-    "zstd of other bytes": ("zstd", b"not a frame", "don't start with a frame"),
-    "zstd cut": ("zstd", bytes.fromhex("28b52ffd e0 01"), "state the size"),
+    "zstd of an unknown size": ("zstd", bytes.fromhex("28b52ffd 00 58 430d0078"), "states its size"),
+    "zstd of other bytes": ("zstd", b"not a frame", "are no frame"),
+    "zstd cut": ("zstd", bytes.fromhex("28b52ffd e0 01"), "damaged"),
+    "zstd with a dictionary": ("zstd", bytes.fromhex("28b52ffd 21 07 01 090000 78"), "needs no dictionary"),
+    "zstd, two frames": ("zstd", 2 * bytes.fromhex("28b52ffd 20 01 090000 78"), "damaged"),
     "blosc cut": ("blosc", bytes(15), "15 bytes, the header alone takes 16"),
     "blosc that lies of its length": (
         "blosc",

@@ -26,7 +26,7 @@ def compress(data: npt.NDArray[np.uint8]) -> bytes:
 
 def decompress(frame: Frame, size: int | None = None, *, most: int = 0) -> npt.NDArray[np.uint8]:
     """Return the bytes of a frame: `size`, or up to `most`. `PayloadError` if it has others or is damaged."""
-    claimed = _claimed(frame)
+    claimed = claimed_size(frame)
     if claimed != size if size is not None else not 1 <= claimed <= most:
         expected = f"one of {size} bytes" if size is not None else f"one of up to {most} bytes"
         raise PayloadError(f"a zstd frame of {len(frame)} bytes is not {expected}")
@@ -38,7 +38,7 @@ def decompress(frame: Frame, size: int | None = None, *, most: int = 0) -> npt.N
     return out
 
 
-def _claimed(frame: Frame) -> int:
+def claimed_size(frame: Frame) -> int:
     """The size that a frame's head claims; -1 if it claims none, or needs what frames here must not have."""
     if len(frame) < 6 or int.from_bytes(frame[:4], "little") != _MAGIC or frame[4] & _REFUSED_BITS:
         return -1

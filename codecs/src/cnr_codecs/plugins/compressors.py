@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import numcodecs
 
 from cnr_codecs.errors import CodecConfigError, PayloadError, PayloadLimitError
+from cnr_codecs.payload.frames import claimed_size
 
 # A dictionary of 64 MiB, that of lzma's highest preset, and what the decoder needs beside it.
 _LZMA_MEMORY_BYTES = 80 << 20
 _BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # What the libraries raise for bytes that they did not write.
 _DAMAGED = (ValueError, RuntimeError, OSError, EOFError, zlib.error, lzma.LZMAError)
 
@@ -145,16 +145,10 @@ def _checksum(name: str) -> Callable[[memoryview, int], bytes]:
 
 
 def _zstd_size(data: memoryview) -> int:
-    """Return the content size that a frame's header states (RFC 8878, 3.1.1.1)."""
-    if len(data) < 6 or data[:4] != _ZSTD_MAGIC:
-        raise PayloadError("codec zstd: the bytes don't start with a frame")
-    descriptor = data[4]
-    single, flag = descriptor >> 5 & 1, descriptor >> 6
-    start = 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
-    width = (single, 2, 4, 8)[flag]
-    if width == 0 or len(data) < start + width:
-        raise PayloadError("codec zstd: the frame doesn't state the size of its content")
-    return int.from_bytes(data[start : start + width], "little") + (256 if width == 2 else 0)
+    size = claimed_size(data)
+    if size < 0:
+        raise PayloadError("codec zstd: the bytes are no frame that states its size and needs no dictionary")
+    return size
 
 
 def _lz4_size(data: memoryview) -> int:
