@@ -78,12 +78,19 @@ class Catalog:
 
     def check_format(self) -> bool:
         """Whether the backend holds a store; False if it holds nothing."""
+        number = self.find_format()
+        if number is not None:
+            check_format(number, self.backend.url)
+        return number is not None
+
+    def find_format(self) -> object:
+        """The format that the root of a store names, whichever it is; None if the backend holds nothing."""
         backend = self.backend
         try:
             doc = loads(backend.get(layout.ROOT_KEY), f"{backend.url}/{layout.ROOT_KEY}")
         except ObjectNotFoundError:
             _refuse_older_zarr(backend)
-            return False
+            return None
         except FormatError as error:
             raise FormatError(f"{error}; restore that object, or choose another URL") from error
         cnr = member(member(doc, "attributes"), "cnr")
@@ -95,8 +102,7 @@ class Catalog:
             )
         if "id" in cnr:
             raise FormatError(f"{backend.url} is one version of a store; give the URL of the store above it")
-        check_format(number, backend.url)
-        return True
+        return number
 
     def ids(self) -> list[str]:
         """Ids of all attempts, newest first. Not all of them were committed."""
@@ -285,6 +291,13 @@ class Catalog:
 def open_record(url: Url, version: Version, /, **storage_options: Any) -> tuple[Catalog, Record]:
     """The catalog of a store, and the record of a version as `Catalog.find` finds it."""
     catalog = Catalog(open_backend(url, **storage_options))
+    return catalog, catalog.find(version)
+
+
+def open_to_change(url: Url, version: Version, /, **storage_options: Any) -> tuple[Catalog, Record]:
+    """As `open_record`, for who writes: a version that its id finds may be one of a store of another format."""
+    catalog = Catalog(open_backend(url, **storage_options))
+    catalog.check_format()
     return catalog, catalog.find(version)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cnr_backends import Backend, BackendError, ObjectNotFoundError, StorageError, open_backend
 from cnr_store.catalog import claims
-from cnr_store.catalog.catalog import Catalog, Url, Version, open_record, tell_of_no_store
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_to_change, tell_of_no_store
 from cnr_store.catalog.objects import has_object, list_ids, list_marked
 from cnr_store.catalog.tags import encode_tag, read_tags
 from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError, option
@@ -44,7 +44,7 @@ def pin(url: Url, version: Version = "latest", *, reason: str | None = None, **s
         There is no such version, or it is being deleted. Nothing is pinned.
     """
     _check_reason(reason)
-    catalog, record = open_record(url, version, **storage_options)
+    catalog, record = open_to_change(url, version, **storage_options)
     put_pin(catalog.backend, record.id, "pin", reason)
     return record.id
 
@@ -100,6 +100,7 @@ def unpin(url: Url, version: Version, **storage_options: Any) -> str:
     EmptyStoreError, VersionNotFoundError
     """
     catalog = Catalog(open_backend(url, **storage_options))
+    catalog.check_format()
     backend, pinned = catalog.backend, catalog.resolve(version)
     # The pin of a version that is lost can be removed, too.
     if not isinstance(pinned, str) or pinned not in list_ids(backend, layout.PINS):
@@ -223,7 +224,7 @@ def tag(url: Url, name: str, version: Version = "latest", **storage_options: Any
         The storage failed. Where it refuses deletes, the version is tagged, and the message says that a pin stays.
     """
     _check_name(name)
-    catalog, record = open_record(url, version, **storage_options)
+    catalog, record = open_to_change(url, version, **storage_options)
     backend = catalog.backend
     # The pin shows that the version stays, so what the tag named before is kept until then. Retention lists pins before
     # tags, so it sees one of the two.
@@ -291,9 +292,13 @@ def untag(url: Url, name: str, **storage_options: Any) -> None:
     ------
     OptionError
         The name can't be one of a tag.
+    FormatError
+        The place holds something else than a store.
     """
     _check_name(name)
-    open_backend(url, **storage_options).delete(layout.tag_key(name))
+    catalog = Catalog(open_backend(url, **storage_options))
+    catalog.check_format()
+    catalog.backend.delete(layout.tag_key(name))
 
 
 def tags(url: Url, **storage_options: Any) -> dict[str, str]:

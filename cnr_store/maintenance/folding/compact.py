@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cnr_backends import Backend, BackendError, StorageFullError, Transfer
-from cnr_store.catalog.catalog import Catalog, Url, Version, open_record
+from cnr_store.catalog.catalog import Catalog, Url, Version, open_to_change
 from cnr_store.catalog.objects import has_object
 from cnr_store.errors import CheckpointError, CorruptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
@@ -101,7 +101,7 @@ def compact(
         `workers` is not a positive integer.
     """
     workers = integer("workers", workers, minimum=1)
-    return fold(*open_record(url, version, **storage_options), workers, progress or no_progress)
+    return fold(*open_to_change(url, version, **storage_options), workers, progress or no_progress)
 
 
 def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = no_progress) -> CompactReport:

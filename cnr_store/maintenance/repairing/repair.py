@@ -14,7 +14,7 @@ import numpy as np
 
 from cnr_backends import Transfer
 from cnr_store.catalog import claims
-from cnr_store.catalog.catalog import Catalog, Url, Version, count_parts, open_record, read_state_part
+from cnr_store.catalog.catalog import Catalog, Url, Version, count_parts, open_to_change, read_state_part
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import CorruptionError
@@ -128,8 +128,7 @@ class Repair:
         **storage_options: Any,
     ) -> None:
         workers = integer("workers", workers, minimum=1)
-        catalog, self._record = open_record(url, version, **storage_options)
-        catalog.check_format()  # which a version found by its id does not need, and all others do
+        catalog, self._record = open_to_change(url, version, **storage_options)
         self._writer: Writer | None = None
         if is_for_writing:
             # Before the check: a job that begins after it wins.

@@ -20,7 +20,10 @@ from cnr_store.maintenance.verification.report import Finding, Leftovers, find_l
 
 
 def check_root(catalog: Catalog) -> tuple[bool, list[Finding]]:
-    """Whether readers recognize the store, and what is wrong with the groups above its versions."""
+    """Whether readers recognize the store, and what is wrong with the groups above its versions.
+
+    `FormatError` if it is a store of another format.
+    """
     store = store_id(catalog.backend)
     root = group_document({"cnr": {"format": layout.FORMAT, "store": store}})
     expected = {
@@ -29,12 +32,14 @@ def check_root(catalog: Catalog) -> tuple[bool, list[Finding]]:
     }
     opens, findings = True, []
     try:
-        catalog.check_format()
+        catalog.find_format()
     except FormatError as error:
         opens = False
         what = f"{error}. Until {layout.ROOT_KEY} is restored, or removed, no version can be opened"
         findings.append(Finding(what, key=layout.ROOT_KEY))
         del expected[layout.ROOT_KEY]
+    else:
+        catalog.check_format()  # nothing is wrong with a store of another format, so this is no finding
     for key, doc in expected.items():
         findings += _check_group(catalog.backend, key, doc)
     return opens, findings

@@ -60,7 +60,7 @@ def verify(
     EmptyStoreError, VersionNotFoundError
         There is nothing to check.
     FormatError
-        The place holds something else than a store.
+        The place holds something else than a store, or a store of another format.
     cnr_backends.BackendError
         The storage does not answer.
     """

@@ -157,6 +157,42 @@ def test_newer_or_broken_format(stored: Path, change: dict[str, Any] | None, mes
     root.write_bytes(data)
 
 
+CHANGES: list[Callable[[Path, str], object]] = [
+    lambda url, version: cnr_store.repair(url, version),
+    lambda url, version: cnr_store.compact(url, version),
+    lambda url, version: cnr_store.pin(url, version),
+    lambda url, version: cnr_store.unpin(url, version),
+    lambda url, version: cnr_store.tag(url, "new", version),
+    lambda url, _: cnr_store.untag(url, "best"),
+    lambda url, _: cnr_store.gc(url, keep_last=1),
+    lambda url, _: cnr_store.gc(url, end_run=True),
+]
+CHECKS: list[Callable[[Path, str], object]] = [
+    lambda url, _: cnr_store.verify(url),
+    lambda url, _: cnr_store.verify(url, deep=True),
+    lambda url, version: cnr_store.verify(url, version),
+    lambda url, _: cnr_store.verify(url, "latest"),
+]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_changes_or_checks_a_store_of_another_format_refuses_it(
+    stored: Path, tmp_path: Path, number: int
+) -> None:
+    version = cnr_store.versions(stored)[-1].id
+    url = Path(shutil.copytree(stored, tmp_path / "other"))
+    cnr_store.tag(url, "best", version)
+    cnr_store.pin(url, version)
+    document = json.loads((url / "zarr.json").read_bytes())
+    document["attributes"]["cnr"]["format"] = number
+    (url / "zarr.json").write_text(json.dumps(document))
+    before = {path: path.read_bytes() for path in url.rglob("*") if path.is_file()}
+    for call in (*CHANGES, *CHECKS):
+        with pytest.raises(FormatError, match=f"holds format {number}"):
+            call(url, version)
+        assert {path: path.read_bytes() for path in url.rglob("*") if path.is_file()} == before
+
+
 def test_storage_options_are_blamed_only_where_some_were_given() -> None:
     with pytest.raises(OpenError, match=r"Protocol not known: s4; check the URL$"):
         cnr_store.versions("s4://bucket/run")

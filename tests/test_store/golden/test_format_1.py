@@ -56,6 +56,8 @@ def url(tmp_path: Path) -> Path:
         lambda url: cnr_store.gc(url, keep_last=1),
         lambda url: cnr_store.compact(url),
         lambda url: cnr_store.repair(url),
+        lambda url: cnr_store.verify(url),
+        lambda url: cnr_store.verify(url, NEWEST, deep=True),
     ],
 )
 def test_it_is_refused_and_untouched(url: Path, call: Callable[[Path], object]) -> None:
