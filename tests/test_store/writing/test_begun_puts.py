@@ -80,10 +80,14 @@ def objects(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_one_worker_writes_and_others_wait_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cnr_store.writing.staged._MOST_BEGINNING", 100)  # or a busy machine hands puts over
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that encodes writes, however long that takes: a busy machine would hand puts over."""
+    monkeypatch.setattr("cnr_store.writing.staged._MOST_BEGINNING", 100)
+
+
+@pytest.mark.usefixtures("patient")
+def test_one_worker_writes_and_others_wait_for_the_disk(tmp_path: Path) -> None:
     backend, here = Noting(tmp_path / "one"), threading.current_thread().name
     put(backend, plan())
     assert backend.began == [here] * TABLES
@@ -120,6 +124,7 @@ def test_other_threads_write_where_that_takes_long(tmp_path: Path) -> None:
     assert len(objects(tmp_path)) == TABLES
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_the_network_fails_is_written_again(tmp_path: Path) -> None:
     backend = Noting(tmp_path, failures=1)
     put(backend, plan())
@@ -127,6 +132,7 @@ def test_what_the_network_fails_is_written_again(tmp_path: Path) -> None:
     assert len(objects(tmp_path)) == TABLES
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_failure_leaves_no_file_that_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cnr_store.writing.stage.PUTS_IN_FLIGHT", 1)
     backend, gate = Noting(tmp_path), threading.Event()
