@@ -288,7 +288,7 @@ def save_what_json_lacks(url: str) -> str:
 
 def save_with_a_mistake(url: str) -> list[str]:
     """What a writer of all ranks says where `save` is told of other ranks, or ranks name different steps."""
-    writer = Writer(url, timeout_seconds=5)
+    writer = Writer(url, timeout_seconds=60)
     mistakes: list[dict[str, Any]] = [
         {"no_dist": True},
         {"use_collectives": False},
