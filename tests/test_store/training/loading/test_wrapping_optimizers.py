@@ -159,6 +159,10 @@ class Job:
     def checkpointer(self, url: Path, **options: Any) -> cnr_store.Checkpointer:
         return cnr_store.Checkpointer(url, self.model, self.optimizers, bits=32, **options)
 
+    def save(self, url: Path) -> None:
+        with self.checkpointer(url) as checkpointer:
+            checkpointer.save(1).result()
+
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """All in a state, in the order of keys: that of entries is the order of the first steps."""
@@ -238,8 +242,7 @@ def test_the_way_out_of_a_warning_about_inner_state_is_one(
         "Checkpointer(url, model, optimizer)"
     ]
     job.optimizers = optimizers
-    with job.checkpointer(tmp_path / "b") as checkpointer:
-        checkpointer.save(1).result()
+    job.save(tmp_path / "b")
     other = assert_goes_on(tmp_path / "b", job, sharp)
     other.optimizers[0].param_groups[0]["lr"] = 0.5  # as a scheduler does
     assert other.optimizers[1].param_groups[0]["lr"] == 0.5
@@ -258,8 +261,7 @@ def test_state_without_names_fits_no_other_order(tmp_path: Path) -> None:
         job, other = Job(make), Job(turned)
         job.train(1)
         other.train(2)
-        with job.checkpointer(url) as checkpointer:
-            checkpointer.save(1).result()
+        job.save(url)
         kept = other.optimizers[0].inner.state_dict()["state"]  # type: ignore[attr-defined]
         with other.checkpointer(url) as checkpointer:
             with pytest.raises(
@@ -468,8 +470,7 @@ WHOLE = {"masked": kept_whole(Masked), "fast": kept_whole(Fast), "hooked": hooke
 def test_a_part_is_loaded_beside_an_optimizer_kept_whole(tmp_path: Path, make: Make, chosen: Any) -> None:
     job, other = Job(make), Job(make)
     job.train(1)
-    with job.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1).result()
+    job.save(tmp_path)
     for step in (2, 3):
         other.train(step)
     kept = [each.clone() for each in tensors(other.optimizers[0].state_dict())]
@@ -485,8 +486,7 @@ def test_no_part_is_loaded_of_state_in_another_form(tmp_path: Path) -> None:
     job, other = Job(lambda model: [Adam(model.parameters())]), Job(hooked)
     job.train(1)
     other.train(2)
-    with job.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1).result()
+    job.save(tmp_path)
     content = other.content
     with (
         other.checkpointer(tmp_path) as checkpointer,
@@ -499,8 +499,7 @@ def test_no_part_is_loaded_of_state_in_another_form(tmp_path: Path) -> None:
 def test_hooks_may_change_the_form_of_a_state_dict(tmp_path: Path) -> None:
     job = Job(hooked)
     job.train(1)
-    with job.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1).result()
+    job.save(tmp_path)
     assert_goes_on(tmp_path, job, hooked)
 
 
@@ -523,8 +522,7 @@ def test_groups_without_parameters_are_kept_whole(tmp_path: Path, group: Any) ->
 
     job = Job(kept_whole(Bare))
     job.train(1)
-    with job.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1).result()
+    job.save(tmp_path)
     assert_goes_on(tmp_path, job, kept_whole(Bare))
 
 
@@ -560,8 +558,7 @@ def test_parameters_share_tensors_of_state_as_before(tmp_path: Path, strict: Any
     job, other = Job(make), Job(make if strict == "raise" else divided)
     for step in (2, 4):
         job.train(step)
-    with job.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1).result()
+    job.save(tmp_path)
     with other.checkpointer(tmp_path) as checkpointer:
         checkpointer.load(strict=strict)
     for step in (6, 8):
@@ -585,8 +582,7 @@ def test_state_that_optimizers_in_another_order_lose_is_named(tmp_path: Path) ->
     job = Job(make)
     job.train(2)
     job.optimizers[1].step()
-    with job.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1).result()
+    job.save(tmp_path)
     table, *tops = (f"state of {name!r} in optimizer {{}}" for name in ("users.weight", "a.bias", "a.weight"))
     with Job(turned).checkpointer(tmp_path) as checkpointer:
         with pytest.raises(
