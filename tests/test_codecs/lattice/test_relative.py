@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,43 @@ class Table:
         return found
 
 
+class Reading:
+    """A window of rows that payloads fill, newest first. Sums have memory of their own, or are `in_values`."""
+
+    def __init__(
+        self, rows: int, dim: int, element: str = "float32", wanted: Any = None, *, in_values: bool = False
+    ) -> None:
+        self.out = np.full((rows, dim), 7, cnr_codecs.array_dtype(element))
+        self.need = np.ones(rows, np.uint8) if wanted is None else wanted.copy()
+        self.pending = Pending(rows, dim, self.out if in_values else None)
+
+    def take(
+        self, payload: bytes, begin: int = 0, end: int | None = None, first_row: int = 0, what: str = ""
+    ) -> None:
+        """Decode rows from `first_row` of a payload on into these of the window."""
+        pending = self.pending.part(begin, 0, what)
+        decode_into(parse(payload), self.out[begin:end], self.need[begin:end], first_row, pending)
+
+    def end(self) -> Rows:
+        assert not self.need.any()
+        self.pending.prove()
+        return self.out
+
+
 def compose(
     payloads: list[bytes], rows: Any, dim: int, element: str, wanted: Any = None, *, in_values: bool = False
 ) -> Rows:
-    """The rows of a window, from the newest payload to the oldest; their sums in memory of their own or `in_values`."""
-    out = np.full((len(rows), dim), 7, cnr_codecs.array_dtype(element))
-    need = np.ones(len(rows), np.uint8) if wanted is None else wanted.copy()
-    pending = Pending(len(rows), dim, out if in_values else None)
+    """The rows of a window, from the newest payload to the oldest."""
+    reading = Reading(len(rows), dim, element, wanted, in_values=in_values)
     for number, payload in reversed(list(enumerate(payloads))):
-        decode_into(parse(payload), out, need, int(rows[0]), pending.part(0, 0, f"payload {number}"))
-    assert not need.any()
-    pending.prove()
-    return out
+        reading.take(payload, first_row=int(rows[0]), what=f"payload {number}")
+    return reading.end()
+
+
+READS: tuple[Callable[..., Any], ...] = (
+    decode_into,
+    lambda payload, _, need, *rest: take_rows(payload, need, *rest),
+)
 
 
 @pytest.mark.slow
@@ -181,16 +207,12 @@ def test_links_of_chunks_of_their_own_that_are_read_in_any_order(
     for chunk in (100, 64, 77, 300):
         ids, cuts = (table.change(0.6) if links else rows), range(0, 300, chunk)
         links.append([(first, *_chunk_of(table, ids, first, chunk)) for first in cuts])
-    out, need = np.full((300, dim), 7, np.float32), np.ones(300, np.uint8)
-    pending = Pending(300, dim, out if in_values else None)
+    reading = Reading(300, dim, in_values=in_values)
     for link in reversed(links):
         for number in table.rng.permutation(len(link)).tolist():
             first, last, payload = link[number]
-            place = out[first:last], need[first:last], 0, pending.part(first, 0, f"chunk {number}")
-            decode_into(parse(payload), *place)
-    assert not need.any()
-    pending.prove()
-    assert out.tobytes() == table.expected().tobytes()
+            reading.take(payload, first, last)
+    assert reading.end().tobytes() == table.expected().tobytes()
 
 
 def _chunk_of(table: Table, ids: Any, first: int, rows: int) -> tuple[int, bytes]:
@@ -298,12 +320,12 @@ def test_relative_rows_over_others_are_refused(older: Any, message: str) -> None
     table.write(np.arange(50))
     table.write(np.arange(10, 20))
     beneath = older.encode_rows(table.values, None, 50, element="float32")
-    for read in (decode_into, lambda payload, _, need, *rest: take_rows(payload, need, *rest)):
-        need, out, pending = np.ones(50, np.uint8), np.empty((50, 3), np.float32), Pending(50, 3)
-        read(parse(table.payloads[1]), out, need, 0, pending)
-        assert np.flatnonzero(need == 2).tolist() == [*range(10, 20)]
+    for read in READS:
+        into = Reading(50, 3)
+        read(parse(table.payloads[1]), into.out, into.need, 0, into.pending)
+        assert np.flatnonzero(into.need == 2).tolist() == [*range(10, 20)]
         with pytest.raises(PayloadError, match=message):
-            read(parse(beneath), out, need, 0, pending)
+            read(parse(beneath), into.out, into.need, 0, into.pending)
 
 
 def test_relative_rows_over_relative_ones_of_another_grid_are_refused() -> None:
@@ -311,11 +333,11 @@ def test_relative_rows_over_relative_ones_of_another_grid_are_refused() -> None:
     for table in (newer, older):
         table.write(np.arange(50))
         table.write(np.arange(10, 20))
-    for read in (decode_into, lambda payload, _, need, *rest: take_rows(payload, need, *rest)):
-        need, out, pending = np.ones(50, np.uint8), np.empty((50, 3), np.float32), Pending(50, 3)
-        read(parse(newer.payloads[1]), out, need, 0, pending)
+    for read in READS:
+        into = Reading(50, 3)
+        read(parse(newer.payloads[1]), into.out, into.need, 0, into.pending)
         with pytest.raises(PayloadError, match=r"another grid than the step 0\.25"):
-            read(parse(older.payloads[1]), out, need, 0, pending)
+            read(parse(older.payloads[1]), into.out, into.need, 0, into.pending)
 
 
 def test_rows_on_any_number_of_steps_are_read_where_relative_ones_may_be() -> None:
@@ -331,12 +353,11 @@ def test_rows_on_any_number_of_steps_are_read_where_relative_ones_may_be() -> No
         ).segments
     ]
     payload = parse(build_payload(rows, 3, element_named("float32"), segments))
-    out = np.empty((rows, 3), np.float32)
-    for read in (decode_into, lambda payload, _, need, *rest: take_rows(payload, need, *rest)):
-        need, pending = np.ones(rows, np.uint8), Pending(rows, 3)
-        read(payload, out, need, 0, pending)
-        assert not need.any()
-    np.testing.assert_array_equal(out[:, 0], 5 * np.array(steps))
+    found = [Reading(rows, 3) for _ in READS]
+    for read, into in zip(READS, found, strict=True):
+        read(payload, into.out, into.need, 0, into.pending)
+        assert not into.need.any()
+    np.testing.assert_array_equal(found[0].out[:, 0], 5 * np.array(steps))
 
 
 def test_absent_rows_and_chunks_of_columns_are_refused() -> None:
@@ -344,12 +365,14 @@ def test_absent_rows_and_chunks_of_columns_are_refused() -> None:
     table.write(np.arange(50))
     table.write(np.arange(10, 20))
     absent = build_payload(50, 4, element_named("float32"), [_absent(50)])
-    need, out, pending = np.ones(50, np.uint8), np.empty((50, 4), np.float32), Pending(50, 4)
-    decode_into(parse(table.payloads[1]), out, need, 0, pending)
+    reading = Reading(50, 4)
+    reading.take(table.payloads[1])
     with pytest.raises(PayloadError, match="not on a lattice"):
-        decode_into(parse(absent), out, need, 0, pending)
+        reading.take(absent)
+    reading = Reading(50, 4)
+    reading.pending = Pending(50, 8)
     with pytest.raises(PayloadError, match="not all of their columns"):
-        decode_into(parse(table.payloads[1]), out, np.ones(50, np.uint8), 0, Pending(50, 8))
+        reading.take(table.payloads[1])
 
 
 def _absent(rows: int) -> cnr_codecs.Segment:
@@ -367,14 +390,14 @@ def test_columns_beneath_may_be_split() -> None:
     table.write(np.arange(50))
     table.values[10:30] += table.rng.normal(0, 0.2, (20, 6)).astype(np.float32)
     table.write(np.arange(10, 30))
-    out, pending = np.empty((50, 6), np.float32), Pending(50, 6)
-    need = np.ones(50, np.uint8)
-    decode_into(parse(table.payloads[1]), out, need, 0, pending)
+    reading = Reading(50, 6)
+    reading.take(table.payloads[1])
     for column in (0, 3):
         part = CODEC.encode_rows(beneath[:, column : column + 3], None, 50, element="float32")
-        decode_into(parse(part), out[:, column : column + 3], need.copy(), 0, pending.part(0, column))
-    np.testing.assert_array_equal(out, table.expected())
-    pending.prove()
+        out, need = reading.out[:, column : column + 3], reading.need.copy()
+        decode_into(parse(part), out, need, 0, reading.pending.part(0, column))
+    np.testing.assert_array_equal(reading.out, table.expected())
+    reading.pending.prove()
 
 
 def test_another_parent_is_found_by_the_check() -> None:
