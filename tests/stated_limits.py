@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cnr_codecs import most_packed_bytes
 from cnr_codecs.compressed import MAX_FOLLOWERS
-from cnr_codecs.payload.coded import CENTERS_LINE, MAX_CODE, MAX_DIFFERENCE, NARROW_DIM, NARROW_LINE
+from cnr_codecs.payload.coded import MAX_CODE, MAX_DIFFERENCE, NARROW_DIM, NARROW_LINE
 from cnr_codecs.payload.packed import BASES, BLOCK_CODES, FOURS, ONE_BYTE, TWOS
 from cnr_codecs.payload.payload import HEADER, MAX_SEGMENTS, MAX_U32, VERSION
 from cnr_codecs.payload.validate import SCALE_SPARE_BITS, STEP_BITS
@@ -101,8 +101,7 @@ PHRASES = (
     ),
     f"below 2¹⁶, 2²⁴, 2³² | {', '.join(map(_power, BLOCK_CODES[ONE_BYTE + 1 :]))} |",
     f"bytes of {_BYTES[FOURS]} or more at width 1 and of {_BYTES[TWOS]} or more at width 2.",
-    f"The centers are integers from 0 to {MAX_DIFFERENCE + 1:,}, of the lines whose class is not 0, in their own "
-    f"order, in packed lines of {CENTERS_LINE} of them",
+    f"The centers are integers from 0 to {MAX_DIFFERENCE + 1:,}, of the lines",
     f"A code is an integer of magnitude {MAX_CODE:,} or less",
     f"up to dim {NARROW_DIM} those of ⌊{NARROW_LINE} / dim⌋ rows",
     f"Their magnitudes are {MAX_DIFFERENCE:,} or less.",

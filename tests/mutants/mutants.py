@@ -327,16 +327,16 @@ MUTANTS = [
     ),
     Mutant(
         "sums beyond a code are refused",
-        f"{CODECS}/payload/pending.py",
-        "        if most > MAX_CODE:",
-        "        if most > 2 * MAX_CODE:",
+        f"{CODECS}/payload/coded.py",
+        "if self.mantissa else (1, MAX_CODE)",
+        "if self.mantissa else (1, 2 * MAX_CODE)",
         GRIDS,
     ),
     Mutant(
         "sums that are no codes of a floating grid are refused",
-        f"{CODECS}/payload/pending.py",
-        "((sizes < least) | (sizes > most))",
-        "(sizes > most)",
+        f"{CODECS}/kernels/lattice.py",
+        "((size < least) | (size > most))",
+        "(size > most)",
         GRIDS,
     ),
     Mutant(
@@ -510,8 +510,8 @@ MUTANTS = [
     Mutant(
         "a fold adds no differences to codes of another grid",
         f"{CODECS}/payload/pending.py",
-        "-1 if (self.grids[rows] != self.known_number(grid)).any() else most",
-        "most",
+        "-1 if is_other else int(is_bad)",
+        "int(is_bad)",
         GRIDS,
     ),
     Mutant(

@@ -163,7 +163,7 @@ def frames_of(segment: Segment) -> list[tuple[str, int, int]]:
     data, at = segment.codes, 0
     if segment.scheme == LATTICE and segment.bits:
         at = 4 + int.from_bytes(data[:4], "little")
-        found += _packed_frames(data[:at], 4) if at > 4 else []  # lines of zeros have no centers
+        found += [("codes", 4, at)] if at > 4 else []  # lines of zeros have no centers
     return found + _packed_frames(data, at)
 
 

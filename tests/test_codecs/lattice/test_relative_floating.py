@@ -177,7 +177,7 @@ def test_sums_that_are_no_codes_are_refused(code: int) -> None:
     for read in (decode_into, lambda payload, _, need, *rest: take_rows(payload, need, *rest)):
         need, out, pending = np.ones(4, np.uint8), np.empty((4, 2), np.float32), Pending(4, 2)
         read(parse(delta), out, need, 0, pending)
-        with pytest.raises(PayloadError, match="a code is none of a floating grid of 3 bits"):
+        with pytest.raises(PayloadError, match="a code is none of the floating grid of 3 bits"):
             read(parse(base), out, need, 0, pending)
 
 

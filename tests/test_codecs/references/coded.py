@@ -1,6 +1,6 @@
 """Bodies of coded segments in readable Python: the same bytes as `cnr_codecs.payload`, which tests check.
 
-A body is the grid, 16 bytes; of absolute codes on a floating grid the bytes of the packed centers, and these; then
+A body is the grid, 16 bytes; of absolute codes on a floating grid the bytes of the centers' frame, and this; then
 the packed lines. A line has the codes of one row, or up to dim 4 those of as many rows as make up to 32 codes.
 """
 
@@ -10,10 +10,9 @@ import struct
 from collections.abc import Sequence
 
 import google_crc32c
+from numcodecs import zstd
 
 from tests.test_codecs.references.packed import class_of, encode, stored
-
-CENTERS_LINE = 64
 
 
 def line_rows(dim: int) -> int:
@@ -71,7 +70,8 @@ def centered(centers: Sequence[int], rests: Sequence[int], line: int) -> bytes:
     """
     _, classes = _classed(rests, line)
     own = [center for center, each in zip(centers, classes, strict=True) if each]
-    held = encode(own, CENTERS_LINE) if own else b""
+    planes = bytes([center & 255 for center in own] + [center >> 8 for center in own])
+    held = zstd.compress(planes, 1) if own else b""
     return struct.pack("<I", len(held)) + held + encode(rests, line)
 
 

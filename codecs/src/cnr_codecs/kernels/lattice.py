@@ -243,12 +243,15 @@ def settle_rows(
     stride: int,
     grids: Any,
     base: int,
+    least: int,
+    most: int,
 ) -> Any:
     """Add codes to the sums of those of `rows` that have any, and the sums to these codes.
 
-    Return the greatest magnitude of a sum, or -1 if a sum has another grid. The arguments are as for `add_rows`.
+    Return 0; 1 if the magnitude of a sum is neither 0 nor from `least` to `most`; -1 if a sum has another grid. The
+    other arguments are as for `add_rows`.
     """
-    most, width = np.int64(0), np.uintp(dim)
+    width, bad = np.uintp(dim), False
     for i in range(rows.size):
         if i + _AHEAD < rows.size:
             to = np.uintp(place + (np.int64(rows[i + _AHEAD]) - first_row) * stride)
@@ -262,10 +265,11 @@ def settle_rows(
         source, to = np.uintp(i * dim), np.uintp(place + row * stride)
         for j in range(width):
             code = np.int64(codes[source + j]) + np.int64(sums[to + j])
-            most = max(most, abs(code))
+            size = abs(code)
+            bad |= (size != 0) & ((size < least) | (size > most))
             codes[source + j] = np.int32(code)
             sums[to + j] = np.int32(code)
-    return most
+    return int(bad)
 
 
 @kernel

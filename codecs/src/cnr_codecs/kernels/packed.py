@@ -29,6 +29,43 @@ def classify(codes: Any, line: int, classes: Any) -> None:
 
 
 @kernel
+def order_lines(classes: Any, ends: Any, order: Any) -> None:
+    """Write the lines in the order of their classes (uint8) to `order` (uint32), and where those of each end.
+
+    `ends` is int64 (256,), and zeros.
+    """
+    for i in range(classes.size):
+        ends[classes[i]] += 1
+    begin = np.int64(0)
+    for each in range(ends.size):
+        count = ends[each]
+        ends[each] = begin
+        begin += count
+    for i in range(classes.size):
+        place = ends[classes[i]]
+        order[place] = i
+        ends[classes[i]] = place + 1
+
+
+@kernel
+def add_gaps(gaps: Any, skip: int, rows: Any) -> Any:
+    """Write the rows (uint32) that gaps (uint8) lie before, and return the last one; -1 if there are not so many.
+
+    A gap of `skip` goes on with the next one.
+    """
+    row, count = np.int64(-1), 0
+    for i in range(gaps.size):
+        row += gaps[i]
+        if gaps[i] != skip:
+            if count == rows.size:
+                return np.int64(-1)
+            row += 1
+            rows[count] = np.uint32(row)
+            count += 1
+    return row if count == rows.size else np.int64(-1)
+
+
+@kernel
 def pack_integers(codes: Any, base: int, count: int, packed: Any) -> None:
     """Write flat codes (int16 or int32) to `packed` (uint8): `count` of them a byte, as digits of `base`."""
     whole, size = codes.size // count, np.uintp(codes.size)

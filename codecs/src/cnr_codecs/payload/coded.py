@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, array_dtype
 from cnr_codecs.errors import PayloadError
 from cnr_codecs.kernels.lattice import center_lines, find_centers, restore_lines
-from cnr_codecs.payload.frames import Frame
+from cnr_codecs.payload.frames import Frame, claimed_size, compress, decompress
 from cnr_codecs.payload.packed import Integers, Lines, PackedLines, in_lines
 
 Codes = npt.NDArray[np.int16]
@@ -30,8 +30,6 @@ NARROW_DIM, NARROW_LINE = 4, 32
 # The greatest magnitudes of a lattice code, and of the difference of two.
 MAX_CODE = (1 << 15) - 1
 MAX_DIFFERENCE = 2 * MAX_CODE
-# Centers are packed as lines of so many.
-CENTERS_LINE = 64
 # A grid as it is in checksums: its step, scale and shift, as in a payload, and the bits of the mantissa.
 _GRID = struct.Struct("<ffhB")
 # In place of a row that is none: more than a chunk may have.
@@ -50,6 +48,11 @@ class Grid(NamedTuple):
     step: float = 0.0  # 0 of a floating grid
     mantissa: int = 0  # bits of the mantissa that codes keep on a floating grid, 1 to 7; else 0
 
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The least and the greatest magnitude of codes other than 0."""
+        return code_range(self.mantissa) if self.mantissa else (1, MAX_CODE)
+
     def __str__(self) -> str:
         return f"the floating grid of {self.mantissa} bits" if self.mantissa else f"the step {self.step!r}"
 
@@ -61,7 +64,7 @@ class Centers:
     mantissa: int
     is_signed: bool  # whether codes may be negative. Then the lowest bit of what is coded is the sign.
     lines: npt.NDArray[np.bool_]  # (lines,): which lines are not of zeros: these have centers
-    packed: PackedLines | None  # None where no line has one
+    data: Frame  # of these lines, as they are stored
 
     @classmethod
     def encode(
@@ -69,8 +72,9 @@ class Centers:
     ) -> Centers:
         """Pack the centers of lines. `classes`: of the differences from these."""
         lines = classes != 0
-        held = centers[lines].astype(np.int32)
-        return cls(mantissa, is_signed, lines, PackedLines.encode(held, CENTERS_LINE) if held.size else None)
+        planes = centers[lines].astype("<u2").view(np.uint8).reshape(-1, 2).T
+        data = compress(np.ascontiguousarray(planes).reshape(-1)) if planes.size else b""
+        return cls(mantissa, is_signed, lines, data)
 
     @classmethod
     def parse(
@@ -78,26 +82,21 @@ class Centers:
     ) -> Centers:
         """Return the centers that are stored as `data`."""
         lines = classes != 0
-        count = -(-int(lines.sum()) // CENTERS_LINE)
-        if not count and len(data):
-            raise PayloadError(f"{where}: its lines are zeros, and have centers")
-        packed = PackedLines.parse(data, count, CENTERS_LINE, where) if count else None
-        return cls(mantissa, is_signed, lines, packed)
-
-    @property
-    def data(self) -> bytes:
-        """The centers as they are stored."""
-        return b"" if self.packed is None else self.packed.data
+        count = int(np.count_nonzero(lines))
+        if (claimed_size(data) != 2 * count) if count else len(data):
+            raise PayloadError(f"{where}: {len(data)} bytes are not the centers of {count} lines")
+        return cls(mantissa, is_signed, lines, data)
 
     @cached_property
     def values(self) -> npt.NDArray[np.int64]:
         """Of each line, 0 of zeros."""
         values = np.zeros(len(self.lines), np.int64)
-        if self.packed is not None:
-            found = self.packed.decode(MAX_DIFFERENCE + 1).reshape(-1)[: int(self.lines.sum())]
-            if (found < 0).any():
-                raise PayloadError("a center is negative")
-            values[self.lines] = found
+        if count := int(np.count_nonzero(self.lines)):
+            try:
+                low, high = decompress(self.data, 2 * count).reshape(2, count)
+            except PayloadError as error:
+                raise PayloadError(f"the centers of lines: {error}") from error
+            values[self.lines] = low + (high.astype(np.int64) << 8)
         return values
 
     def restore(self, rests: Integers, line: int, lines: Lines) -> Codes:
@@ -160,7 +159,7 @@ class CodedRows:
         if self.centers is None:
             return self.lines.data
         centers = self.centers.data
-        return len(centers).to_bytes(4, "little") + centers + self.lines.data
+        return b"".join([len(centers).to_bytes(4, "little"), centers, self.lines.data])
 
     @property
     def nbytes(self) -> int:

@@ -34,6 +34,7 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
     """
     width, coded, pending = payload.dim, segment.coded_rows(), target.pending
     written, check, is_whole = 0, begun(segment.grid, coded.lines), True
+    number = -1 if pending is None else pending.known_number(segment.grid)
     for codes, rows in _wanted(segment, coded, target.need, target.first_row, MAX_CODE):
         if codes is None:
             is_whole = False
@@ -41,10 +42,8 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
         check = checksum(check, codes)
         if pending is not None:
             place = rows, target.first_row, target.need, *pending.place()
-            most = settle_rows(codes, width, pending.known_number(segment.grid), *place)
-            pending.check_settled(most, segment.grid)
-            if segment.bits and most > 0:
-                pending.check_floating(codes, segment.bits)
+            found = settle_rows(codes, width, number, *place, *segment.grid.code_range)
+            pending.check_settled(found, segment.grid)
         written += _place(payload, segment, codes, rows, target)
     if is_whole:
         coded.prove(check)

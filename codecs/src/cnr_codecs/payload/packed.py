@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
-from cnr_codecs.kernels.packed import classify, pack_integers, unpack_bytes, unpack_digits
+from cnr_codecs.kernels.packed import classify, order_lines, pack_integers, unpack_bytes, unpack_digits
 from cnr_codecs.payload.frames import Frame, compress, decompress
 
 Codes: TypeAlias = npt.NDArray[np.int32]
@@ -138,16 +138,17 @@ def in_lines(codes: npt.NDArray[Any], line: int) -> npt.NDArray[Any]:
 
 
 def _blocks(classes: _Bytes, line: int) -> tuple[Lines, tuple[tuple[int, int, int], ...]]:
-    counts = np.bincount(classes >> WIDTH_SHIFT, minlength=FOUR_BYTES + 1)
-    if len(counts) > FOUR_BYTES + 1:
+    ends, order = np.zeros(256, np.int64), np.empty(len(classes), np.uint32)
+    order_lines(classes, ends, order)
+    edges = [0, *ends[(1 << WIDTH_SHIFT) - 1 :: 1 << WIDTH_SHIFT][: FOUR_BYTES + 1].tolist()]
+    if edges[-1] != len(classes):
         raise PayloadError("one is none that a line may have")
-    edges = [0, *np.cumsum(counts).tolist()]
     blocks = tuple(
         (width, begin, min(begin + lines, edges[width + 1]))
         for width, lines in enumerate(max(1, codes // line) for codes in BLOCK_CODES)
         for begin in range(edges[width], edges[width + 1], lines)
     )
-    return np.argsort(classes, kind="stable").astype(np.uint32), blocks
+    return order, blocks
 
 
 def _sizes(data: Frame, place: int, count: int, where: str) -> tuple[list[int], int]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cnr_codecs.errors import ParentError
 from cnr_codecs.kernels.lattice import find_codes
-from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, NO_ROW, Grid, begun, checksum, code_range
+from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, NO_ROW, Grid, begun, checksum
 from cnr_codecs.payload.payload import Segment
 from cnr_codecs.payload.rowset import RowSet
 
@@ -148,10 +148,10 @@ class Pending:
         """
         rows = rows + self.row
         sums = self.sums[rows] + codes
-        most = int(np.abs(sums).max(initial=0))
-        self.check_settled(-1 if (self.grids[rows] != self.known_number(grid)).any() else most, grid)
-        if grid.mantissa:
-            self.check_floating(sums, grid.mantissa)
+        sizes, (least, most) = np.abs(sums), grid.code_range
+        is_bad = bool(((sizes != 0) & ((sizes < least) | (sizes > most))).any())
+        is_other = bool((self.grids[rows] != self.known_number(grid)).any())
+        self.check_settled(-1 if is_other else int(is_bad), grid)
         self.sums[rows] = sums
         narrow: npt.NDArray[np.int16] = sums.astype(np.int16)
         return narrow
@@ -200,44 +200,26 @@ class Pending:
         find_codes(*place, codes.shape[1], codes.reshape(-1))
         return codes
 
-    def check_settled(self, most: int, grid: Grid) -> None:
-        """Check the greatest magnitude of codes with what was pending; it is -1 if that has another grid.
+    def check_settled(self, found: int, grid: Grid) -> None:
+        """Check codes with what was pending.
 
         Parameters
         ----------
-        most, grid
-            That magnitude, and the `Segment.grid` of the codes.
+        found
+            1 if one is outside of the grid's `code_range`; -1 if what was pending has another grid.
+        grid
+            The `Segment.grid` of the codes.
 
         Raises
         ------
         ParentError
-            It is none that a lattice has.
+            `found` is not 0.
         """
-        if most < 0:
+        if found < 0:
             raise ParentError(f"{self._relative()} has rows relative to it on another grid than {grid}")
-        if most > MAX_CODE:
-            raise ParentError(f"with what {self._relative()} has relative to it, a code is beyond {MAX_CODE}")
-
-    def check_floating(self, codes: npt.NDArray[np.signedinteger[Any]], mantissa: int) -> None:
-        """Check that codes with what was pending are those of a floating grid.
-
-        Parameters
-        ----------
-        codes
-            These codes, of any shape.
-        mantissa
-            The bits of the grid.
-
-        Raises
-        ------
-        ParentError
-            One is none.
-        """
-        sizes, (least, most) = np.abs(codes), code_range(mantissa)
-        if ((sizes != 0) & ((sizes < least) | (sizes > most))).any():
-            raise ParentError(
-                f"with what {self._relative()} has relative to it, a code is none of a floating grid of {mantissa} bits"
-            )
+        if found > 0:
+            wrong = f"none of {grid}" if grid.mantissa else f"beyond {MAX_CODE}"
+            raise ParentError(f"with what {self._relative()} has relative to it, a code is {wrong}")
 
     def check_none(self, row_set: RowSet, need: Need, first_row: int) -> None:
         """Check that no row of a segment without integers is pending.

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
+from cnr_codecs.kernels.packed import add_gaps
 from cnr_codecs.payload.frames import Frame, compress, decompress
 
 # Row numbers are expanded in blocks of this many: a payload of a few bytes may name billions of rows.
@@ -222,18 +223,12 @@ def _gaps(blocks: Iterable[npt.NDArray[np.uint32]]) -> npt.NDArray[np.uint8]:
 def _rows_of_gaps(frame: Frame, count: int, rows: int) -> npt.NDArray[np.uint32]:
     """Return the rows of gaps. `PayloadError` if they are not those of `count` rows below `rows`."""
     packed = decompress(frame, most=count + rows // _SKIP)
-    if packed[-1] == _SKIP or np.count_nonzero(packed != _SKIP) != count:
+    found = np.empty(count, np.uint32)
+    last = add_gaps(packed, _SKIP, found)
+    if last < 0 or packed[-1] == _SKIP:
         raise PayloadError(f"the gaps are not those of {count} rows")
-    # Their sum may be beyond 32 bits only where the last row is beyond the chunk.
-    if int(packed.sum(dtype=np.uint64)) + count > rows:
+    if last >= rows:
         raise PayloadError(f"the gaps are not those of rows below {rows}")
-    found, done, before = np.empty(count, np.uint32), 0, np.uint32(0)
-    for start in range(0, len(packed), BLOCK_ROWS):
-        part = packed[start : start + BLOCK_ROWS]
-        sums = np.cumsum(part, dtype=np.uint32) + before
-        ends = np.flatnonzero(part != _SKIP)
-        found[done : done + len(ends)] = sums[ends] + np.arange(done, done + len(ends), dtype=np.uint32)
-        done, before = done + len(ends), sums[-1]
     return found
 
 
