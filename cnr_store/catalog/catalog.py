@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -53,11 +54,15 @@ class Catalog:
     `backend`: where the store is.
 
     `shared`: where several ranks read together, what they share of the store's metadata; else None.
+    `decoding`: bounds the threads that decode rows at once.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.shared: SharedObjects | None = None
+        # Of threads that decode. Each takes turns with the others at the interpreter many times a chunk: more of them
+        # would spend their time on turns. Those beyond fetch meanwhile.
+        self.decoding = threading.BoundedSemaphore(min(os.cpu_count() or 1, 4))
         # By prefix and version. One operation on a dict is atomic, so these need no lock.
         self._records: dict[tuple[str, str], Record | None] = {}
         self._manifests: dict[tuple[str, str], Manifest] = {}

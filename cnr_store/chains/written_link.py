@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class WrittenLink(Link):
     `shards`: what reads its objects.
     `unpacker`: what undoes the codecs that follow the row codec.
     `payloads`: keeps what `fill` has proven for whoever reads the same chunk next; None to keep nothing.
+    `decoding`: bounds the threads that decode at once.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class WrittenLink(Link):
         shards: ShardReader,
         unpacker: Unpacker,
         payloads: PayloadCache | None,
+        decoding: AbstractContextManager[object],
     ) -> None:
         super().__init__(record, path, shards.parts)
         self.shards, self.grid = shards, shards.grid
         self.most_rows, self.chunk_rows = shards.most_rows, shards.grid.chunk_rows
-        self._unpacker, self._payloads = unpacker, payloads
+        self._unpacker, self._payloads, self._decoding = unpacker, payloads, decoding
         is_wide = shards.grid.chunk_columns == shards.grid.columns
         self._may_be_relative = is_wide and self.entry.kind == "delta" and RELATIVE in record.requires
 
@@ -68,9 +71,11 @@ class WrittenLink(Link):
         # One `need` for each column of chunks: every column of a row that is written is written, so they end alike.
         needs = [need.copy() for _ in range(self.grid.column_chunks)]
         for shard, chunks in wanted.items():
-            for chunk, payload in self._proven(shard, chunks):
+            for chunk, found in self._found(shard, chunks):
                 own = needs[chunk.column // self.grid.chunk_columns]
-                self._decode(payload, chunk, first_row, out, own, pending)
+                with self._decoding:
+                    payload = found if isinstance(found, Payload) else self._prove(chunk, found)
+                    self._decode(payload, chunk, first_row, out, own, pending)
         if any(not np.array_equal(needs[0], other) for other in needs[1:]):
             raise CorruptionError(
                 f"{self.shards.where(first_row, first_row + len(out) - 1)}: columns of one row were not all written"
@@ -211,13 +216,20 @@ class WrittenLink(Link):
                     wanted.setdefault(shard, []).append(chunk)
         return wanted
 
-    def _proven(self, shard: int, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Payload]]:
-        """The payloads of the chunks that a shard holds, each proven to be that chunk's."""
-        cache, key = self._payloads, self.shards.key(shard)
-        if cache is None:
-            for chunk, data in self.shards.read(shard, chunks):
-                yield chunk, self._prove(chunk, data)
-            return
+    def _found(
+        self, shard: int, chunks: Iterable[Chunk]
+    ) -> Iterator[tuple[Chunk, Payload]] | Iterator[tuple[Chunk, memoryview]]:
+        """The bytes of the chunks that a shard holds; where payloads are kept, these, proven to be that chunk's."""
+        return (
+            self.shards.read(shard, chunks)
+            if self._payloads is None
+            else self._kept(shard, chunks, self._payloads)
+        )
+
+    def _kept(
+        self, shard: int, chunks: Iterable[Chunk], cache: PayloadCache
+    ) -> Iterator[tuple[Chunk, Payload]]:
+        key = self.shards.key(shard)
         missing = []
         for chunk in chunks:
             payload = cache.get((key, chunk.slot))
@@ -317,7 +329,7 @@ def open_link(catalog: Catalog, record: Record, path: str, payloads: PayloadCach
         if any(shard >= math.prod(grid.shard_grid) for shard in parts):
             raise CorruptionError(f"{where}: the manifest lists shards beyond {grid.shard_grid}")
         shards = ShardReader(catalog.backend, record, path, grid, parts)
-        link = WrittenLink(record, path, shards, unpacker, payloads)
+        link = WrittenLink(record, path, shards, unpacker, payloads, catalog.decoding)
     if entry.rows > link.most_rows:
         raise CorruptionError(
             f"{where}: {entry.rows} rows are recorded, its metadata and manifest know objects for {link.most_rows}"

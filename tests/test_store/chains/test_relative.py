@@ -64,9 +64,9 @@ def count_relative(url: str, version: str, only: str | None = None) -> int:
         if isinstance(link, WrittenLink):
             every = np.ones(entry.shape[0], np.uint8)
             payloads = (
-                payload
+                link._prove(*read)
                 for shard, chunks in link._wanted(0, every).items()
-                for _, payload in link._proven(shard, chunks)
+                for read in link.shards.read(shard, chunks)
             )
             segments = (each for payload in payloads for each in payload.segments)
             found += sum(each.row_set.count for each in segments if each.scheme is Scheme.RELATIVE)
