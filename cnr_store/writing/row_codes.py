@@ -19,17 +19,26 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs import FloatingRows, Followed, LatticeRows, Packer, RowCodec
-from cnr_codecs.comparing import SAME, UNKNOWN, Digests, code_dtype, compare_rows, read_codes, row_digests
+from cnr_codecs.comparing import (
+    SAME,
+    UNKNOWN,
+    Codes,
+    Digests,
+    code_dtype,
+    compare_rows,
+    read_codes,
+    row_digests,
+    unknown_code,
+)
 from cnr_codecs.payload.coded import Grid
 
-Codes = npt.NDArray[np.signedinteger[Any]]
 Mask = npt.NDArray[np.bool_]
 RowIds = npt.NDArray[np.int64]
 Array = np.ndarray[Any, Any]
 
-# Of digests. Another one in each process, so that nobody can make rows whose digests collide.
 LEAST_DIGESTED_BYTES = 16
 """Of a row: narrower ones without codes are not compared, as a digest takes 8."""
+# Of digests. Another one in each process, so that nobody can make rows whose digests collide.
 KEY = int.from_bytes(os.urandom(8), "little")
 
 
@@ -54,7 +63,7 @@ class RowCodes:
     def forget_parents(self) -> None:
         """Make all rows of the array unknown, also to later deltas: none is written relative."""
         if self.parent is not None:
-            self.parent[:, 0] = _unknown_code(self.parent.dtype)
+            self.parent[:, 0] = unknown_code(self.parent.dtype)
 
     def encode(
         self,
@@ -91,7 +100,7 @@ class RowCodes:
 
     def _parents(self, begin: int, shape: tuple[int, ...]) -> Codes:
         if self.parent is None:
-            return np.broadcast_to(_unknown_code(np.int8), shape)
+            return np.broadcast_to(np.int8(unknown_code(np.int8)), shape)
         end = begin + shape[0]
         return self.parent[begin:end] if self.rows is None else self.parent[self.rows[begin:end]]
 
@@ -186,7 +195,7 @@ class Known:
             if lacking.any():
                 self.digests[begin:end][lacking] = row_digests(values[lacking], KEY)
             if self.of_whole:
-                codes[newer, 0] = _unknown_code(codes.dtype)
+                codes[newer, 0] = unknown_code(codes.dtype)
         if self.of_whole:
             self.digests[begin:end][newer] = 0
 
@@ -280,7 +289,7 @@ class CodeCache:
             parent = None if known is None else known.codes
         made = digests = None
         if is_kept and own is not None:
-            made = _unknown((count, shape[1]), np.int8 if isinstance(own, LatticeRows) else np.int16)
+            made = _unknown((count, shape[1]), code_dtype(grid_of(own)))
         if is_kept and is_compared:
             digests = np.zeros(count, np.uint64)
         codes = RowCodes(made, parent, rows, digests)
@@ -343,19 +352,12 @@ def grid_of(codec: LatticeRows | FloatingRows) -> Grid | None:
     return None if codec.step is None else Grid(codec.step)
 
 
-def _unknown_code(dtype: npt.DTypeLike) -> np.signedinteger[Any]:
-    """In the first column: the row's codes are not known. Codes that are known are none below its negative."""
-    info = np.iinfo(dtype)
-    found: np.signedinteger[Any] = info.dtype.type(info.min)
-    return found
-
-
 def _are_known(codes: Codes) -> npt.NDArray[np.bool_]:
-    known: npt.NDArray[np.bool_] = codes[:, 0] != _unknown_code(codes.dtype)
+    known: npt.NDArray[np.bool_] = codes[:, 0] != unknown_code(codes.dtype)
     return known
 
 
 def _unknown(shape: tuple[int, int], dtype: npt.DTypeLike) -> Codes:
     codes: Codes = np.empty(shape, dtype)
-    codes[:, 0] = _unknown_code(dtype)
+    codes[:, 0] = unknown_code(dtype)
     return codes

@@ -149,7 +149,7 @@ class Planner:
         """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""
         since_whole = self._since_whole
         if version == self.lineage.version:
-            since_whole = {name: np.zeros_like(rows) for name, rows in since_whole.items()}
+            since_whole = {path: np.zeros_like(rows) for path, rows in since_whole.items()}
         self._past = self.lineage.folded(version, nbytes), since_whole
 
     def compare(self, arrays: Iterable[RowArray], unsafe: Collection[str], full: bool) -> Bitmaps:

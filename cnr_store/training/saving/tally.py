@@ -80,7 +80,8 @@ class RowSets:
 
     `dirty`: by table name, packed: the rows that may have changed since the last version.
     `compared`: by path of arrays that were compared with what is stored: the rows that differ from `parents`.
-    `since_whole`: by path: the rows that changed between the array's whole version and the last one.
+    `since_whole`: the rows that changed between the array's whole version and the last one. By the path of the array,
+    and where arrays of a table do not differ by `Table.path`.
     `parents`: what compared arrays were compared with.
     `by_array`: whether arrays of a table may differ. Of many ranks, all count by tables.
     """
@@ -110,7 +111,7 @@ class RowSets:
         return self._joined[key]
 
     def since_whole(self, version: str, lines: Mapping[str, ArrayLine], arrays: Iterable[_Array]) -> Bitmaps:
-        """By path, the rows that changed since the array's whole version, once `version` was committed with `lines`."""
+        """What `since_whole` is once `version` was committed with `lines`."""
         keys = {self._key(array): array for array in arrays}
         # An array that this version holds whole starts over; any other still lacks what it lacked.
         return {
@@ -238,7 +239,7 @@ def worth_whole(
     worth that where their delta would depend on the baseline, which is kept anyway.
 
     `changed`: arrays whose rows all changed, and are not relative: these take less as a delta.
-    `known`: paths of the tables of which a whole version is known.
+    `known`: by `Table.path`, the tables of which a whole version is known.
     """
     their_bytes, all_bytes = (
         sum(each.nbytes for each in some if each.is_weight) for some in (changed, arrays)

@@ -91,13 +91,13 @@ def row_digests(values: Rows, key: int) -> Digests:
     return digests
 
 
-def code_dtype(grid: Grid) -> np.dtype[np.signedinteger[Any]]:
-    """Return the narrowest dtype that most codes on a grid fit into."""
-    return np.dtype(np.int16 if grid.mantissa else np.int8)
+def code_dtype(grid: Grid | None) -> np.dtype[np.signedinteger[Any]]:
+    """Return the narrowest dtype that most codes on a grid fit into. None: on a lattice whose step is not known yet."""
+    return np.dtype(np.int16 if grid is not None and grid.mantissa else np.int8)
 
 
 def unknown_code(dtype: npt.DTypeLike) -> int:
-    """Return what stands as a row's first code where its codes are not known."""
+    """Return what stands as a row's first code where its codes are not known. Those known are above it."""
     return int(np.iinfo(dtype).min)
 
 
@@ -111,6 +111,8 @@ __all__ = [
     "OTHER",
     "SAME",
     "UNKNOWN",
+    "Codes",
+    "Digests",
     "code_dtype",
     "compare_rows",
     "read_codes",
