@@ -54,7 +54,7 @@ RETURNED = re.compile(
     "SalvagedRows|ShardIndex|SimulatedSave|Update|VerifyReport"
 )
 """Classes that functions return and nobody makes: their attributes stand for them."""
-CONTRACTS = {"Backend", "ChunksCodec", "Packer", "RowCodec", "Transfer", "Unpacker"}
+CONTRACTS = {"Backend", "ChunksCodec", "Compressors", "RowCodec", "Transfer"}
 """Classes of codecs and backends whose methods others write or call. The methods of the rest are these, or internal."""
 
 

@@ -14,12 +14,12 @@ import numpy as np
 
 from cnr_codecs import (
     CodecError,
+    Compressors,
     ParentError,
     Payload,
     Pending,
     Scheme,
     Segment,
-    Unpacker,
     UnsupportedPayloadError,
     array_dtype,
     decode_into,
@@ -34,7 +34,7 @@ from cnr_store.chains.bounded_cache import PayloadCache
 from cnr_store.chains.link import CompositionError, Link
 from cnr_store.chains.shard_reader import Chunk, ShardReader
 from cnr_store.errors import CorruptionError, FormatError
-from cnr_store.format.arrays import parse_rows_document, parse_unpacker
+from cnr_store.format.arrays import parse_compressors, parse_rows_document
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import Record
 
@@ -43,7 +43,7 @@ class WrittenLink(Link):
     """A link with rows.
 
     `shards`: what reads its objects.
-    `unpacker`: what undoes the codecs that follow the row codec.
+    `compressors`: what follows the row codec.
     `payloads`: keeps what `fill` has proven for whoever reads the same chunk next; None to keep nothing.
     `decoding`: bounds the threads that decode at once.
     """
@@ -53,14 +53,14 @@ class WrittenLink(Link):
         record: Record,
         path: str,
         shards: ShardReader,
-        unpacker: Unpacker,
+        compressors: Compressors,
         payloads: PayloadCache | None,
         decoding: AbstractContextManager[object],
     ) -> None:
         super().__init__(record, path, shards.parts)
         self.shards, self.grid = shards, shards.grid
         self.most_rows, self.chunk_rows = shards.most_rows, shards.grid.chunk_rows
-        self._unpacker, self._payloads, self._decoding = unpacker, payloads, decoding
+        self._compressors, self._payloads, self._decoding = compressors, payloads, decoding
         is_wide = shards.grid.chunk_columns == shards.grid.columns
         self._may_be_relative = is_wide and self.entry.kind == "delta" and RELATIVE in record.requires
 
@@ -191,7 +191,7 @@ class WrittenLink(Link):
             return None
         most = most_packed_bytes(self.chunk_rows, self.grid.chunk_columns, self.entry.element)
         try:
-            payload = self._unpacker.unpack(data, most)
+            payload = self._compressors.unpack(data, most)
             offsets = rows_written(payload, seal=self.record.seal(self.path, chunk.row, chunk.column))
         except CodecError:
             return None
@@ -253,7 +253,7 @@ class WrittenLink(Link):
         grid, element = self.grid, self.entry.element
         try:
             max_bytes = most_packed_bytes(grid.chunk_rows, grid.chunk_columns, element)
-            payload = parse(self._unpacker.unpack(data, max_bytes))
+            payload = parse(self._compressors.unpack(data, max_bytes))
         except UnsupportedPayloadError as error:
             raise FormatError(f"{self._where(chunk)}: {error}") from error
         except CodecError as error:
@@ -323,13 +323,13 @@ def open_link(catalog: Catalog, record: Record, path: str, payloads: PayloadCach
         shape, grid = parse_rows_document(document, where)
         if shape != entry.shape:
             raise CorruptionError(f"{where}: shapes {shape} and {entry.shape} in one record")
-        unpacker = parse_unpacker(document, where)
+        compressors = parse_compressors(document, where)
         if document["data_type"] != array_dtype(entry.element).name:
             raise CorruptionError(f"{where}: types {document['data_type']} and {entry.element} in one record")
         if any(shard >= math.prod(grid.shard_grid) for shard in parts):
             raise CorruptionError(f"{where}: the manifest lists shards beyond {grid.shard_grid}")
         shards = ShardReader(catalog.backend, record, path, grid, parts)
-        link = WrittenLink(record, path, shards, unpacker, payloads, catalog.decoding)
+        link = WrittenLink(record, path, shards, compressors, payloads, catalog.decoding)
     if entry.rows > link.most_rows:
         raise CorruptionError(
             f"{where}: {entry.rows} rows are recorded, its metadata and manifest know objects for {link.most_rows}"

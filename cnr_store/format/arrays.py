@@ -16,7 +16,7 @@ from zarr.api.asynchronous import create_array
 from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import MemoryStore
 
-from cnr_codecs import CodecConfigError, Unpacker, array_dtype, fill_value
+from cnr_codecs import CodecConfigError, Compressors, array_dtype, fill_value
 from cnr_store.errors import FormatError
 from cnr_store.format import validate
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, MAX_CHUNKS_PER_SHARD, Grid
@@ -240,10 +240,10 @@ def _check_limits(grid: Grid, itemsize: int, what: str) -> None:
         )
 
 
-def parse_unpacker(doc: Doc, what: str) -> Unpacker:
-    """What undoes the codecs between the row codec and crc32c of a document that `parse_rows_document` has proven."""
+def parse_compressors(doc: Doc, what: str) -> Compressors:
+    """The codecs between the row codec and crc32c of a document that `parse_rows_document` has proven."""
     try:
-        return Unpacker.of(_inner(doc)[1])
+        return Compressors.of_zarr(_inner(doc)[1])
     except (CodecConfigError, AttributeError) as error:
         raise FormatError(f"{what}: {error}") from error
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs import FloatingRows, Followed, LatticeRows, Packer, RowCodec
+from cnr_codecs import FloatingRows, Followed, LatticeRows, RowCodec
 from cnr_codecs.comparing import (
     SAME,
     UNKNOWN,
@@ -95,8 +95,9 @@ class RowCodes:
         )
         data, codes, coded = made
         self._note_codes(begin, values, codes, coded, coded if quantized else None)
-        then = tuple(codec.then) if isinstance(codec, Followed) else ()
-        return Packer(then).pack(data, chunk_rows, values.shape[1], element) if then else data
+        if not isinstance(codec, Followed):
+            return data
+        return codec.compressors.pack(data, chunk_rows, values.shape[1], element)
 
     def _parents(self, begin: int, shape: tuple[int, ...]) -> Codes:
         if self.parent is None:

@@ -1,8 +1,7 @@
-"""Row codecs with compressors behind them: what Zarr reads, what is undone, and how large it may become."""
+"""Row codecs with compressors behind them: what Zarr reads, what is unpacked, and how large it may become."""
 
-import bz2
-import gzip
 import json
+import re
 import struct
 import warnings
 from typing import Any
@@ -16,6 +15,7 @@ from zarr.storage import MemoryStore
 import cnr_codecs
 from cnr_codecs import (
     CodecConfigError,
+    Compressors,
     Followed,
     LosslessRows,
     PayloadError,
@@ -23,7 +23,6 @@ from cnr_codecs import (
     RowCodec,
     RowsError,
     UniformRows,
-    Unpacker,
     row_codec,
     zarr_codecs,
 )
@@ -31,18 +30,14 @@ from cnr_codecs.protocol import Offsets, Rows
 
 CHAINS: dict[str, list[dict[str, Any]]] = {
     "zstd": [{"id": "zstd", "level": 3}],
-    "gzip": [{"id": "gzip"}],
     "blosc": [{"id": "blosc", "cname": "zstd", "clevel": 4, "shuffle": -1}],
-    "zlib": [{"id": "zlib", "level": 6}],
+    "blosc without shuffle": [{"id": "blosc", "shuffle": 0}],
     "lz4": [{"id": "lz4"}],
-    "bz2": [{"id": "bz2"}],
-    "lzma": [{"id": "lzma", "preset": 1}],
-    "crc32": [{"id": "crc32"}],
-    "adler32": [{"id": "adler32"}],
-    "fletcher32": [{"id": "fletcher32"}],
     "two": [{"id": "lz4"}, {"id": "zstd"}],
-    "four": [{"id": "adler32"}, {"id": "zlib"}, {"id": "gzip"}, {"id": "fletcher32"}],
+    "four": [{"id": "lz4"}, {"id": "blosc"}, {"id": "lz4"}, {"id": "zstd", "checksum": True}],
 }
+GONE = ("gzip", "zlib", "bz2", "lzma", "crc32", "adler32", "fletcher32", "pickle")
+"""What numcodecs has besides: streams, which tell no size, checksums, and what runs code."""
 
 
 def some_rows(count: int = 600, dim: int = 16) -> Rows:
@@ -66,7 +61,7 @@ def test_what_follows_is_undone(chain: list[dict[str, Any]], inner: dict[str, An
     payload = encoded(row_codec(inner), rows)
     assert data != payload
     _, *behind = zarr_codecs(codec)
-    assert bytes(Unpacker.of(behind).unpack(memoryview(data), len(payload) + 100)) == payload
+    assert bytes(Compressors.of_zarr(behind).unpack(memoryview(data), len(payload) + 100)) == payload
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
@@ -87,7 +82,7 @@ def test_zarr_reads_and_writes_the_same_bytes(chain: list[dict[str, Any]]) -> No
     array[:] = rows
     written = store._store_dict["c/0/0"].to_bytes()
     payload = UniformRows("asymmetric", 4).encode_rows(rows, None, len(rows), element="float32")
-    assert bytes(Unpacker.of(compressors).unpack(written, 1 << 20)) == payload
+    assert bytes(Compressors.of_zarr(compressors).unpack(written, 1 << 20)) == payload
     replaced = zarr.core.buffer.default_buffer_prototype().buffer.from_bytes(encoded(codec, rows))
     store._store_dict["c/0/0"] = replaced
     decoded = np.empty_like(rows)
@@ -113,18 +108,23 @@ def test_configurations_round_trip() -> None:
     ("then", "message"),
     [
         ([], "1 to 4"),
-        ([{"id": "zstd"}] * 5, "1 to 4"),
+        ([{"id": "zstd"}] * 5, "at most 4"),
         ({"id": "zstd"}, "list"),
         ("zstd", "list"),
         (["zstd"], "give a configuration"),
+        *(
+            ([{"id": name}], f"'{name}' can't follow a row codec; .* of one of zstd, blosc, lz4$")
+            for name in GONE
+        ),
         ([{"level": 3}], "None can't follow"),
         ([{"id": ["zstd"]}], "can't follow"),
         # It takes numbers of 16 bits and more; packed codes are bytes.
-        ([{"id": "pcodec"}], "'pcodec' can't follow.*zstd, gzip"),
-        ([{"id": "pickle"}], "'pickle' can't follow"),
+        ([{"id": "pcodec"}], "'pcodec' can't follow"),
         ([{"id": "cnr_rows"}], "can't follow"),
         ([{"id": "zstd", "strength": 3}], "zstd doesn't take"),
-        ([{"id": "lzma", "format": 3, "filters": [{"id": 33}]}], "xz or alone"),
+        ([{"id": "zstd", "level": "high"}], "zstd doesn't take"),
+        ([{"id": "blosc", "cname": "zip"}], "blosc doesn't take"),
+        ([{"id": "blosc", "shuffle": 7}], "blosc doesn't take"),
     ],
 )
 def test_what_can_not_follow_is_refused(then: Any, message: str) -> None:
@@ -137,12 +137,23 @@ def test_followed_codecs_are_not_followed_again() -> None:
         Followed(row_codec({"id": "cnr_rows", "then": [{"id": "zstd"}]}), [{"id": "zstd"}])
 
 
-@pytest.mark.parametrize("entry", [{"name": "numcodecs.pickle"}, {"name": "crc32c"}, {"name": 3}, {}])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *({"name": name} for each in GONE for name in (each, f"numcodecs.{each}")),
+        {"name": "crc32c"},
+        {"name": 3},
+        {"name": ["zstd"]},
+        {},
+    ],
+    ids=str,
+)
 def test_readers_refuse_other_codecs_by_name(entry: dict[str, Any]) -> None:
-    with pytest.raises(CodecConfigError, match=repr(entry.get("name"))):
-        Unpacker.of([entry])
+    said = f"codec {entry.get('name')!r} follows the row codec, .* reads zstd, blosc, numcodecs.lz4"
+    with pytest.raises(CodecConfigError, match=re.escape(said).replace(r"\.\*", ".*")):
+        Compressors.of_zarr([entry])
     with pytest.raises(CodecConfigError, match="at most 4"):
-        Unpacker.of([{"name": "zstd"}] * 5)
+        Compressors.of_zarr([{"name": "zstd"}] * 5)
 
 
 class TestBombs:
@@ -156,9 +167,9 @@ class TestBombs:
         data = self.ZEROS[:10_000]
         for config in chain:
             data = bytes(numcodecs.get_codec(config).encode(data))
-        assert bytes(Unpacker.of(behind).unpack(data, 20_000)) == self.ZEROS[:10_000]
+        assert bytes(Compressors.of_zarr(behind).unpack(data, 20_000)) == self.ZEROS[:10_000]
         with pytest.raises(PayloadLimitError, match="9999"):
-            Unpacker.of(behind).unpack(data, 9_999)
+            Compressors.of_zarr(behind).unpack(data, 9_999)
 
     @pytest.mark.parametrize(
         ("name", "data"),
@@ -166,47 +177,40 @@ class TestBombs:
             ("zstd", bytes.fromhex("28b52ffd e0") + struct.pack("<Q", 1 << 40)),
             ("blosc", bytes([2, 1, 1, 1]) + struct.pack("<III", 0xFFFFFFFF, 0, 16)),
             ("numcodecs.lz4", struct.pack("<I", 0x7FFFFFFF) + bytes(20)),
-            ("gzip", gzip.compress(ZEROS)),
-            ("numcodecs.bz2", bz2.compress(ZEROS)),
         ],
     )
     def test_declared_or_actual_size(self, name: str, data: bytes) -> None:
         with pytest.raises(PayloadLimitError, match="limit"):
-            Unpacker((name,)).unpack(data, 1 << 20)
+            Compressors.of_zarr([{"name": name}]).unpack(data, 1 << 20)
 
     def test_a_stage_between(self) -> None:
-        inner = numcodecs.Zstd().encode(gzip.compress(self.ZEROS))
-        with pytest.raises(PayloadLimitError):
-            Unpacker(("gzip", "zstd")).unpack(inner, 1 << 20)
+        inner = numcodecs.Zstd().encode(numcodecs.LZ4().encode(self.ZEROS))
+        with pytest.raises(PayloadLimitError, match="lz4"):
+            Compressors.of_zarr([{"name": "numcodecs.lz4"}, {"name": "zstd"}]).unpack(inner, 1 << 20)
 
 
+NO_SIZE = "do not tell their decompressed size"
 DAMAGED = {
-    "zstd of an unknown size": ("zstd", bytes.fromhex("28b52ffd 00 58 430d0078"), "states its size"),
-    "zstd of other bytes": ("zstd", b"not a frame", "are no frame"),
+    "zstd of an unknown size": ("zstd", bytes.fromhex("28b52ffd 00 58 430d0078"), NO_SIZE),
+    "zstd of other bytes": ("zstd", b"not a frame", NO_SIZE),
     "zstd cut": ("zstd", bytes.fromhex("28b52ffd e0 01"), "damaged"),
-    "zstd with a dictionary": ("zstd", bytes.fromhex("28b52ffd 21 07 01 090000 78"), "needs no dictionary"),
+    "zstd with a dictionary": ("zstd", bytes.fromhex("28b52ffd 21 07 01 090000 78"), NO_SIZE),
     "zstd, two frames": ("zstd", 2 * bytes.fromhex("28b52ffd 20 01 090000 78"), "damaged"),
-    "blosc cut": ("blosc", bytes(15), "15 bytes, the header alone takes 16"),
+    "blosc cut": ("blosc", bytes(15), f"15 bytes are damaged, or {NO_SIZE}"),
     "blosc that lies of its length": (
         "blosc",
         bytes([2, 1, 1, 1]) + struct.pack("<III", 9, 9, 99),
-        "header says 99",
+        NO_SIZE,
     ),
-    "lz4 cut": ("numcodecs.lz4", b"\0", "1 bytes, the header alone takes 4"),
-    "gzip cut": ("gzip", gzip.compress(b"abc")[:-1], "truncated"),
-    "gzip with a tail": ("gzip", gzip.compress(b"abc") + b"d", "other bytes follow"),
-    "gzip of other bytes": ("gzip", b"not gzip at all", "damaged, or not its own"),
-    "xz of other bytes": ("numcodecs.lzma", b"not xz", "damaged, or not its own"),
-    "bz2 of other bytes": ("numcodecs.bz2", b"not bz2", "damaged, or not its own"),
-    "a wrong checksum": ("numcodecs.crc32", b"12345678", "damaged, or not its own"),
-    "a checksum cut": ("numcodecs.fletcher32", b"1234", "4 bytes"),
+    "lz4 cut": ("numcodecs.lz4", b"\0", NO_SIZE),
+    "lz4 of other bytes": ("numcodecs.lz4", struct.pack("<I", 99) + b"not lz4", "damaged, or not its own"),
 }
 
 
 @pytest.mark.parametrize(("name", "data", "message"), DAMAGED.values(), ids=DAMAGED)
 def test_damaged_bytes_are_refused(name: str, data: bytes, message: str) -> None:
     with pytest.raises(PayloadError, match=message):
-        Unpacker((name,)).unpack(data, 1 << 20)
+        Compressors.of_zarr([{"name": name}]).unpack(data, 1 << 20)
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
@@ -215,14 +219,14 @@ def test_mutated_bytes_are_undone_or_refused(chain: list[dict[str, Any]]) -> Non
     codec = Followed(UniformRows(bits=4), chain)
     data = encoded(codec, some_rows(40))
     _, *behind = zarr_codecs(codec)
-    unpacker = Unpacker.of(behind)
+    compressors = Compressors.of_zarr(behind)
     refused = 0
     for _ in range(300):
         mutated = bytearray(data)
         for at in rng.integers(0, len(data), rng.integers(1, 4)):
             mutated[at if rng.random() < 0.5 else at % 24] = rng.integers(0, 256)
         try:
-            unpacked = unpacker.unpack(
+            unpacked = compressors.unpack(
                 bytes(mutated[: rng.integers(len(data) // 2, len(data) + 60)]), 1 << 20
             )
         except PayloadError:
@@ -259,7 +263,7 @@ def test_zarr_says_which_codecs_are_its_own() -> None:
     """The names given to native codecs need no warning of an unspecified format."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name in "zstd", "gzip", "blosc":
+        for name in "zstd", "blosc":
             serializer, *compressors = zarr_codecs(Followed(UniformRows(), CHAINS[name]))
             zarr.create_array(
                 MemoryStore(), shape=(4, 4), dtype="f4", serializer=serializer, compressors=compressors

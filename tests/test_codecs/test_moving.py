@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import cnr_codecs
 from cnr_codecs import (
     CodecConfigError,
+    Compressors,
     FloatingRows,
     Followed,
     KMeansRows,
     LatticeRows,
     LosslessRows,
-    Packer,
     ParameterType,
     Payload,
     RowCodec,
@@ -26,7 +26,6 @@ from cnr_codecs import (
     Scheme,
     Segment,
     UniformRows,
-    Unpacker,
     build_payload,
     decode_into,
     merge_segments,
@@ -265,22 +264,22 @@ def test_segments_that_do_not_fit_are_refused() -> None:
     assert merge_segments([]) == []
 
 
-@pytest.mark.parametrize("then", [[], [{"id": "zstd"}], [{"id": "zlib", "level": 3}, {"id": "crc32"}]])
+@pytest.mark.parametrize("then", [[], [{"id": "zstd"}], [{"id": "lz4"}, {"id": "zstd"}]])
 def test_moved_payloads_are_packed_as_the_codec_packs_them(then: Any) -> None:
     values = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
-    plain, config = UniformRows(), {"id": "of somebody else", "then": then}
-    data = plain.encode_rows(values, None, 16, element="float32")
-    packer = Packer.of(config)
-    packed = packer.pack(data, 16, 4, "float32")
-    unpacker = Unpacker.of(packer.zarr_codecs())
-    assert bytes(unpacker.unpack(packed, 1 << 20)) == data
+    data = UniformRows().encode_rows(values, None, 16, element="float32")
+    compressors = Compressors.of(then)
+    packed = compressors.pack(data, 16, 4, "float32")
+    assert bytes(compressors.unpack(packed, 1 << 20)) == data
+    named = Compressors.of_zarr(compressors.zarr_codecs())
+    assert bytes(named.unpack(packed, 1 << 20)) == data
     if then:
-        followed = Followed(plain, then)
+        followed = Followed(UniformRows(), then)
         assert packed == followed.encode_rows(values, None, 16, element="float32")
-        assert cnr_codecs.zarr_codecs(followed)[1:] == packer.zarr_codecs()
+        assert cnr_codecs.zarr_codecs(followed)[1:] == compressors.zarr_codecs()
 
 
 @pytest.mark.parametrize("then", [5, [5], [{"id": "pickle"}], [{"id": "zstd"}] * 5])
 def test_what_may_not_follow_is_refused(then: Any) -> None:
     with pytest.raises(CodecConfigError):
-        Packer.of({"id": "cnr_uniform", "then": then})
+        Compressors.of(then)

@@ -11,7 +11,7 @@ from cnr_backends import Backend, build_shard
 from cnr_codecs import (
     CodecConfigError,
     CodecError,
-    Packer,
+    Compressors,
     Segment,
     array_dtype,
     build_payload,
@@ -48,7 +48,7 @@ class FoldedArray:
     # grid, document: how it is cut into chunks; its Zarr metadata, with what follows the row codec of the whole link
     grid: Grid
     document: Doc
-    packer: Packer  # the codecs that follow the row codec
+    compressors: Compressors  # those that follow the row codec
 
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record, path: str) -> FoldedArray:
@@ -75,7 +75,7 @@ class FoldedArray:
             features=frozenset().union(*(link.entry.payload_features for link in reader.links)) - {RELATIVE},
         )
         try:
-            packer = Packer.of(config)
+            compressors = Compressors.of(config.get("then", []))
         except CodecConfigError as error:
             raise FormatError(
                 f"{whole.record.home}, {whole.path}: its codec can't be followed: {error}"
@@ -85,8 +85,8 @@ class FoldedArray:
         written_links = [link for link in reader.links if isinstance(link, WrittenLink)]
         bytes_per_row = max(_bytes_per_row(link, reader.columns) for link in written_links)
         grid = choose_grid(reader.shape[0], reader.columns, reader.dtype.itemsize, bytes_per_row, None)
-        document = rows_document(reader.shape, reader.element, grid, packer.zarr_codecs())
-        return cls(reader, entry, grid, document, packer)
+        document = rows_document(reader.shape, reader.element, grid, compressors.zarr_codecs())
+        return cls(reader, entry, grid, document, compressors)
 
     @property
     def path(self) -> str:
@@ -130,7 +130,7 @@ class FoldedArray:
         element, grid = self.reader.element, self.grid
         data = build_payload(grid.chunk_rows, grid.columns, element_named(element), segments, seal)
         try:
-            return self.packer.pack(data, grid.chunk_rows, grid.columns, element)
+            return self.compressors.pack(data, grid.chunk_rows, grid.columns, element)
         except CodecError as error:
             raise SaveError(
                 f"version {self.reader.version}, {self.path}, rows from {first_row} on: {error}"

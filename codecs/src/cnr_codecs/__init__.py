@@ -2,7 +2,7 @@
 
 from cnr_codecs.choose import choose_search
 from cnr_codecs.compiling import compile_all, compile_decoding, compile_encoding
-from cnr_codecs.compressed import Followed, Packer, Unpacker, most_packed_bytes, zarr_codecs
+from cnr_codecs.compressed import Compressors, Followed, most_packed_bytes, zarr_codecs
 from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import (
     CodecConfigError,
@@ -45,8 +45,7 @@ __all__ = [
     "Followed",
     "row_codec",
     "zarr_codecs",
-    "Packer",
-    "Unpacker",
+    "Compressors",
     "most_packed_bytes",
     "choose_search",
     "lattice_step",

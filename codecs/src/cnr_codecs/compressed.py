@@ -1,149 +1,87 @@
-"""Row codecs that bytes-to-bytes codecs follow: compressors and checksums of numcodecs."""
+"""Row codecs that compressors of numcodecs follow.
+
+The list of these is closed, so a store can't make a reader run what happens to be installed. Each of them tells in its
+first bytes how large they are decompressed, so what is too large is refused before it takes memory.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numcodecs
+
 from cnr_codecs.elements import array_dtype
-from cnr_codecs.errors import CodecConfigError, RowsError
-from cnr_codecs.plugins import compressors
+from cnr_codecs.errors import CodecConfigError, PayloadError, PayloadLimitError, RowsError
+from cnr_codecs.payload.frames import claimed_size
 from cnr_codecs.protocol import Offsets, RowCodec, Rows
 
 MAX_FOLLOWERS = 4
+_ZARR_NAMES = {"zstd": "zstd", "blosc": "blosc", "lz4": "numcodecs.lz4"}
+_BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
+_BLOSC_HEAD_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A row codec whose payloads are encoded further by codecs of numcodecs, in order.
-
-    `encode_rows` returns the last codec's bytes, not a payload. `Unpacker` decodes them to the payload.
+class Compressors:
+    """Compressors that follow a row codec, in the order in which they encode.
 
     Parameters
     ----------
-    codec
-        The row codec.
-    then
-        One to four configurations of numcodecs, such as ({"id": "zstd", "level": 3},). The codecs may be zstd, gzip,
-        blosc, zlib, lz4, bz2, lzma, crc32, adler32 and fletcher32: they turn bytes to bytes, and Zarr v3 names them.
-
-    Raises
-    ------
-    CodecConfigError
-        There are none or too many, or one can't follow or doesn't take its options.
+    configs
+        Their full numcodecs configurations. To `unpack`, their "id" suffices.
     """
 
-    codec: RowCodec
-    then: Sequence[Mapping[str, Any]]
-
-    def __post_init__(self) -> None:
-        if isinstance(self.codec, Followed):
-            raise CodecConfigError(
-                "codec is followed by others already and can't be followed again; join the two lists"
-            )
-        if not isinstance(self.then, list | tuple):
-            raise CodecConfigError(f"then must be a list of configurations, got {self.then!r}")
-        if not 1 <= len(self.then) <= MAX_FOLLOWERS:
-            raise CodecConfigError(f"then must list 1 to {MAX_FOLLOWERS} codecs, got {len(self.then)}")
-        object.__setattr__(self, "then", tuple(compressors.follower_config(each) for each in self.then))
-
-    def __hash__(self) -> int:
-        return hash((self.codec, json.dumps(self.then, sort_keys=True)))
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the row codec's configuration with "then", the full configurations of the codecs that follow."""
-        return {**self.codec.get_config(), "then": [dict(each) for each in self.then]}
-
-    def zarr_codec(self) -> dict[str, Any]:
-        """Return the row codec's entry of a Zarr v3 array's `codecs`. `zarr_codecs` returns all entries."""
-        return self.codec.zarr_codec()
-
-    def bytes_per_row(self, dim: int, element: str) -> float:
-        """Return what the row codec does. What the other codecs save is not known beforehand."""
-        return self.codec.bytes_per_row(dim, element)
-
-    def encode_rows(
-        self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
-    ) -> bytes:
-        """Return the payload of `RowCodec.encode_rows`, encoded by the codecs that follow.
-
-        Raises
-        ------
-        RowsError
-            As the row codec, or the payload has more bytes than readers accept.
-        """
-        data = self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
-        return Packer(tuple(self.then)).pack(data, rows, values.shape[1], element)
-
-
-def zarr_codecs(codec: RowCodec) -> list[dict[str, Any]]:
-    """Return the entries of a Zarr v3 array's `codecs`: the row codec's, then those of the codecs that follow it.
-
-    Parameters
-    ----------
-    codec
-        A row codec, followed by others or not.
-    """
-    then = tuple(codec.then) if isinstance(codec, Followed) else ()
-    return [codec.zarr_codec(), *Packer(then).zarr_codecs()]
-
-
-def most_packed_bytes(rows: int, dim: int, element: str) -> int:
-    """Return the most bytes that readers accept for a chunk's payload, and for each stage of encoding behind it.
-
-    That is 5/4 of the chunk's decoded bytes and 1 MiB, which covers the row sets, parameters and heads of any sensible
-    payload.
-
-    Parameters
-    ----------
-    rows, dim
-        Rows and columns of the chunk.
-    element
-        The element type's name, such as "float32".
-    """
-    decoded_bytes = rows * dim * array_dtype(element).itemsize
-    return decoded_bytes + decoded_bytes // 4 + (1 << 20)
-
-
-@dataclass(frozen=True)
-class Packer:
-    """Encodes payloads by the codecs that follow a row codec.
-
-    Parameters
-    ----------
-    then
-        The full numcodecs configurations of these codecs, in order.
-    """
-
-    then: tuple[Mapping[str, Any], ...] = ()
+    configs: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Packer:
-        """Return the packer for what follows a row codec.
+    def of(cls, then: Any) -> Compressors:
+        """Return the compressors that a row codec's configuration lists.
 
         Parameters
         ----------
-        config
-            The row codec's configuration, whether this release knows it or not. Its "then" lists what follows.
+        then
+            The list under "then", whether this release knows the row codec or not.
 
         Raises
         ------
         CodecConfigError
-            "then" is not as `Followed` takes it.
+            It is not a list as `Followed` takes it, or an empty one.
         """
-        then = config.get("then", [])
         if not isinstance(then, list | tuple) or len(then) > MAX_FOLLOWERS:
             raise CodecConfigError(f"then must list at most {MAX_FOLLOWERS} configurations, got {then!r}")
-        return cls(tuple(compressors.follower_config(each) for each in then))
+        return cls(tuple(map(_full_config, then)))
+
+    @classmethod
+    def of_zarr(cls, codecs: Iterable[Mapping[str, Any]]) -> Compressors:
+        """Return the compressors that a Zarr v3 array names, to `unpack` by.
+
+        Parameters
+        ----------
+        codecs
+            The entries of the array's `codecs` behind the row codec's.
+
+        Raises
+        ------
+        CodecConfigError
+            There are too many entries, or this release doesn't know one of them.
+        """
+        configs = tuple({"id": _known_id(entry.get("name"))} for entry in codecs)
+        if len(configs) > MAX_FOLLOWERS:
+            raise CodecConfigError(
+                f"{len(configs)} codecs follow the row codec, this release reads at most {MAX_FOLLOWERS}"
+            )
+        return cls(configs)
 
     def zarr_codecs(self) -> list[dict[str, Any]]:
         """Return the entries of a Zarr v3 array's `codecs` behind the row codec's."""
-        return [compressors.follower_zarr_codec(each) for each in self.then]
+        return [*map(_zarr_codec, self.configs)]
 
     def pack(self, data: bytes, rows: int, dim: int, element: str) -> bytes:
-        """Return a payload encoded by the codecs, in order.
+        """Return a payload compressed.
 
         Parameters
         ----------
@@ -160,56 +98,22 @@ class Packer:
             The payload, or a stage of its encoding, has more bytes than readers accept.
         """
         max_bytes = most_packed_bytes(rows, dim, element)
-        for config in self.then:
+        for config in self.configs:
             if len(data) > max_bytes:
                 raise RowsError(
                     f"a chunk of {rows} x {dim} {element} takes {len(data)} bytes, readers accept at most "
                     f"{max_bytes}; use fewer rows a chunk"
                 )
-            data = compressors.encode(config, data)
+            data = bytes(numcodecs.get_codec(dict(config)).encode(data))
         return data
 
-
-@dataclass(frozen=True)
-class Unpacker:
-    """Decodes what the codecs behind a row codec encoded.
-
-    Parameters
-    ----------
-    names
-        The Zarr names of these codecs, in the order of encoding.
-    """
-
-    names: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, codecs: Iterable[Mapping[str, Any]]) -> Unpacker:
-        """Return the unpacker for what follows a row codec.
-
-        Parameters
-        ----------
-        codecs
-            The entries of a Zarr v3 array's `codecs` behind the row codec's.
-
-        Raises
-        ------
-        CodecConfigError
-            There are too many entries, or this release doesn't know one of them.
-        """
-        names = tuple(compressors.known_zarr_name(entry.get("name")) for entry in codecs)
-        if len(names) > MAX_FOLLOWERS:
-            raise CodecConfigError(
-                f"{len(names)} codecs follow the row codec, this release reads at most {MAX_FOLLOWERS}"
-            )
-        return cls(names)
-
     def unpack(self, data: Any, most_bytes: int) -> Any:
-        """Return the payload, as a bytes-like object. Without codecs that follow it is `data` itself.
+        """Return the payload, as a bytes-like object. Without compressors it is `data` itself.
 
         Parameters
         ----------
         data
-            The bytes of the last codec.
+            The bytes of the last compressor.
         most_bytes
             The most bytes that the payload, or a stage of its encoding, may have; see `most_packed_bytes`.
 
@@ -218,8 +122,164 @@ class Unpacker:
         PayloadLimitError
             It has more.
         PayloadError
-            The bytes are not what these codecs write.
+            The bytes are not what these compressors write.
         """
-        for name in reversed(self.names):
-            data = compressors.decode(name, data, most_bytes)
+        for config in reversed(self.configs):
+            data = _decompress(config["id"], memoryview(data).cast("B"), most_bytes)
         return data
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A row codec whose payloads are compressed by codecs of numcodecs, in order.
+
+    `encode_rows` returns the last compressor's bytes, not a payload. `Compressors.unpack` decodes them to the payload.
+
+    Parameters
+    ----------
+    codec
+        The row codec.
+    then
+        One to four configurations of numcodecs, such as ({"id": "zstd", "level": 3},), of zstd, blosc or lz4.
+
+    Raises
+    ------
+    CodecConfigError
+        There are none or too many, or one can't follow or doesn't take its options.
+    """
+
+    codec: RowCodec
+    then: Sequence[Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, Followed):
+            raise CodecConfigError(
+                "codec is followed by others already and can't be followed again; join the two lists"
+            )
+        if not self.then:
+            raise CodecConfigError(f"then must list 1 to {MAX_FOLLOWERS} configurations, got {self.then!r}")
+        object.__setattr__(self, "then", Compressors.of(self.then).configs)
+
+    def __hash__(self) -> int:
+        return hash((self.codec, json.dumps(self.then, sort_keys=True)))
+
+    @property
+    def compressors(self) -> Compressors:
+        """The compressors of `then`."""
+        return Compressors(tuple(self.then))
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the row codec's configuration with "then", the full configurations of the compressors."""
+        return {**self.codec.get_config(), "then": [dict(each) for each in self.then]}
+
+    def zarr_codec(self) -> dict[str, Any]:
+        """Return the row codec's entry of a Zarr v3 array's `codecs`. `zarr_codecs` returns all entries."""
+        return self.codec.zarr_codec()
+
+    def bytes_per_row(self, dim: int, element: str) -> float:
+        """Return what the row codec does. What the compressors save is not known beforehand."""
+        return self.codec.bytes_per_row(dim, element)
+
+    def encode_rows(
+        self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
+    ) -> bytes:
+        """Return the payload of `RowCodec.encode_rows`, compressed.
+
+        Raises
+        ------
+        RowsError
+            As the row codec, or the payload has more bytes than readers accept.
+        """
+        data = self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
+        return self.compressors.pack(data, rows, values.shape[1], element)
+
+
+def zarr_codecs(codec: RowCodec) -> list[dict[str, Any]]:
+    """Return the entries of a Zarr v3 array's `codecs`: the row codec's, then those of the compressors behind it.
+
+    Parameters
+    ----------
+    codec
+        A row codec, followed by compressors or not.
+    """
+    return [codec.zarr_codec(), *(codec.compressors.zarr_codecs() if isinstance(codec, Followed) else ())]
+
+
+def most_packed_bytes(rows: int, dim: int, element: str) -> int:
+    """Return the most bytes that readers accept for a chunk's payload, and for each stage of its compression.
+
+    That is 5/4 of the chunk's decoded bytes and 1 MiB, which covers the row sets, parameters and heads of any sensible
+    payload.
+
+    Parameters
+    ----------
+    rows, dim
+        Rows and columns of the chunk.
+    element
+        The element type's name, such as "float32".
+    """
+    decoded_bytes = rows * dim * array_dtype(element).itemsize
+    return decoded_bytes + decoded_bytes // 4 + (1 << 20)
+
+
+def _known_id(zarr_name: Any) -> str:
+    for name, known in _ZARR_NAMES.items():
+        if zarr_name == known:
+            return name
+    raise CodecConfigError(
+        f"codec {zarr_name!r} follows the row codec, and this release doesn't read it; it reads "
+        f"{', '.join(_ZARR_NAMES.values())}"
+    )
+
+
+def _full_config(config: Any) -> dict[str, Any]:
+    """Return the configuration with every option, as numcodecs states it."""
+    name = config.get("id") if isinstance(config, Mapping) else config
+    if not isinstance(config, Mapping) or name not in [*_ZARR_NAMES]:
+        raise CodecConfigError(
+            f"{name!r} can't follow a row codec; give a configuration {{'id': ...}} of one of {', '.join(_ZARR_NAMES)}"
+        )
+    try:
+        codec = numcodecs.get_codec(dict(config))
+        codec.encode(bytes(1))  # of some options it tells only then
+        full: dict[str, Any] = codec.get_config()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CodecConfigError(f"codec {name} doesn't take these options: {error}") from error
+    return full
+
+
+def _zarr_codec(config: Mapping[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in config.items() if name != "id"}
+    if config["id"] == "blosc":
+        # numcodecs' automatic shuffle (-1) shuffles bits where items are single bytes, as in a payload.
+        options |= {"shuffle": _BLOSC_SHUFFLES[config["shuffle"]], "typesize": 1}
+    return {"name": _ZARR_NAMES[config["id"]], "configuration": options}
+
+
+def _decompress(name: str, data: memoryview, max_bytes: int) -> bytearray:
+    size = _claimed_size(name, data)
+    if size < 0:
+        raise PayloadError(
+            f"codec {name}: {len(data)} bytes are damaged, or do not tell their decompressed size"
+        )
+    if size > max_bytes:
+        raise PayloadLimitError(f"codec {name}: {size} bytes when decompressed, the limit is {max_bytes}")
+    found = bytearray(size)
+    try:
+        if found:
+            numcodecs.get_codec({"id": name}).decode(data, out=found)
+    except (ValueError, RuntimeError) as error:
+        raise PayloadError(f"codec {name}: the bytes are damaged, or not its own: {error}") from error
+    return found
+
+
+def _claimed_size(name: str, data: memoryview) -> int:
+    """Return the size that the first bytes tell; -1 if they can't be this compressor's."""
+    if name == "zstd":
+        return claimed_size(data)
+    if name == "lz4":
+        return int.from_bytes(data[:4], "little") if len(data) >= 4 else -1
+    if len(data) < _BLOSC_HEAD_BYTES:
+        return -1
+    size, _, length = struct.unpack_from("<III", data, 4)
+    return int(size) if length == len(data) else -1  # the library trusts the length

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.compressed import Followed, Unpacker, most_packed_bytes, zarr_codecs
+from cnr_codecs.compressed import Followed, most_packed_bytes
 from cnr_codecs.dense import decode_dense
 from cnr_codecs.elements import element_of
 from cnr_codecs.errors import RowsError
@@ -117,9 +117,9 @@ def _measure(codec: RowCodec, rows: Rows) -> CodecReport:
 
 
 def _decode(codec: RowCodec, data: bytes, rows: Rows, element: str) -> Rows:
-    _, *followers = zarr_codecs(codec)
-    payload = Unpacker.of(followers).unpack(data, most_packed_bytes(len(rows), rows.shape[1], element))
-    return decode_dense(parse(payload, max_decoded_bytes=rows.nbytes))
+    if isinstance(codec, Followed):
+        data = codec.compressors.unpack(data, most_packed_bytes(len(rows), rows.shape[1], element))
+    return decode_dense(parse(data, max_decoded_bytes=rows.nbytes))
 
 
 def _mean_relative(errors: npt.NDArray[np.float64], rows: Rows) -> float:

@@ -260,7 +260,7 @@ def test_tables_of_16_bits_and_rows_without_codes(tmp_path: Path, dtype: torch.d
 
 
 def test_codecs_that_follow(tmp_path: Path) -> None:
-    job = Job(tmp_path, RELATIVE | {"then": [{"id": "zlib", "level": 1}]}, policy="consecutive")
+    job = Job(tmp_path, RELATIVE | {"then": [{"id": "zstd", "level": 1}]}, policy="consecutive")
     with job.checkpointer() as checkpointer:
         for seed in range(3):
             job.train(seed)

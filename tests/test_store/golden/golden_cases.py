@@ -135,7 +135,7 @@ _LATTICE = {"id": "cnr_lattice", "rms_step": 0.28}
 CASES: Mapping[str, Make] = {
     "uniform": codecs("uniform", UNIFORM, ["exact"], ["symmetric3", "adaptive4"]),
     "kmeans": codecs("kmeans", KMEANS, [], ["row4", "block", "cluster"]),
-    "followed": codecs("followed", FOLLOWED, ["blosc", "lz4", "four"], ["zstd", "four"]),
+    "compressed": codecs("compressed", FOLLOWED, ["blosc", "shuffled", "lz4", "four"], ["zstd", "four"]),
     "one-shot": policy("one-shot", 3, 30),
     "consecutive": policy("consecutive", 4, 30),
     "intermittent": policy("intermittent", 6, 90),

@@ -36,16 +36,11 @@ KMEANS: Mapping[str, dict[str, Any]] = {
 }
 FOLLOWED: Mapping[str, dict[str, Any]] = {
     "zstd": {"id": "cnr_uniform", "bits": 4, "then": [{"id": "zstd", "level": 3}]},
-    "gzip": {"id": "cnr_uniform", "scheme": "symmetric", "bits": 8, "then": [{"id": "gzip"}]},
+    "checked": {"id": "cnr_kmeans", "bits": 2, "then": [{"id": "zstd", "level": -5, "checksum": True}]},
     "blosc": {"id": "cnr_rows", "then": [{"id": "blosc", "cname": "lz4", "shuffle": 2}]},
-    "zlib": {"id": "cnr_kmeans", "bits": 2, "then": [{"id": "zlib"}]},
+    "shuffled": {"id": "cnr_rows", "then": [{"id": "blosc", "cname": "zstd", "shuffle": -1}]},
     "lz4": {"id": "cnr_rows", "then": [{"id": "lz4"}]},
-    "bz2": {"id": "cnr_uniform", "scheme": "asymmetric", "bits": 3, "then": [{"id": "bz2"}]},
-    "lzma": {"id": "cnr_uniform", "bits": 2, "then": [{"id": "lzma"}]},
-    "four": {
-        "id": "cnr_rows",
-        "then": [{"id": "crc32"}, {"id": "adler32"}, {"id": "fletcher32"}, {"id": "zstd"}],
-    },
+    "four": {"id": "cnr_rows", "then": [{"id": "lz4"}, {"id": "blosc"}, {"id": "lz4"}, {"id": "zstd"}]},
 }
 
 

@@ -239,7 +239,7 @@ def large(seed: int) -> Job:
 JOBS: Mapping[str, Callable[[int], Job]] = {
     "uniform": tables(UNIFORM, 22, 9),
     "kmeans": kmeans,
-    "followed": tables(FOLLOWED, 22, 9),
+    "compressed": tables(FOLLOWED, 22, 9),
     "users": users,
     "averaged": averaged,
     "meeting": lambda seed: users(seed, 20, 4, Users=nn.Embedding(9, 3), con=nn.Linear(3, 2)),

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 NAMES = [
     "uniform",
     "kmeans",
-    "followed",
+    "compressed",
     "one-shot",
     "consecutive",
     "intermittent",
@@ -70,7 +70,7 @@ NAMES = [
     "lattices",
     "relative",
 ]
-COMPRESSED = {("followed", f"tables/{name}/weight") for name in FOLLOWED} | {("tall", "tables/tall/weight")}
+COMPRESSED = {("compressed", f"tables/{name}/weight") for name in FOLLOWED} | {("tall", "tables/tall/weight")}
 """What the reader of docs/format.md leaves out."""
 
 

@@ -56,7 +56,7 @@ CODECS: dict[str, Any] = {
         "id": "cnr_kmeans",
         "bits": 2,
         "group": "block",
-        "then": [{"id": "zlib"}, {"id": "crc32"}],
+        "then": [{"id": "lz4"}, {"id": "zstd"}],
     },
 }
 

@@ -40,7 +40,7 @@ PLAIN: tuple[dict[str, Any], ...] = (
 )
 FOLLOWED: tuple[dict[str, Any], ...] = (
     {"codec": {"id": "cnr_uniform", "bits": 4, "then": [{"id": "zstd"}]}},
-    {"codec": {"id": "cnr_rows", "then": [{"id": "zlib"}]}},
+    {"codec": {"id": "cnr_rows", "then": [{"id": "blosc"}]}},
 )
 RELATIVE: dict[str, Any] = {"codec": {"id": "cnr_lattice", "rms_step": 0.1, "relative": True}}
 """What rows take depends on which rank wrote them before."""
