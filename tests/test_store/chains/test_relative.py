@@ -157,7 +157,7 @@ def test_rows_over_an_older_version_than_the_last_are_absolute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The codes that are known are those of the last version."""
-    job = Job(tmp_path, RELATIVE, policy="auto", max_chain=1)
+    job = Job(tmp_path, RELATIVE, policy="auto", max_chain=2)
     with job.checkpointer() as checkpointer:
         for seed in range(4):
             job.train(seed)
