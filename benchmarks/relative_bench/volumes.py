@@ -88,7 +88,7 @@ def _coders(moves: Moves) -> Iterator[dict[str, Any]]:
                     codes[ids] = np.rint(rows / np.float32(step)).astype(np.int16)
                     continue
                 parent, known = codes[ids], np.ones(len(ids), np.bool_)
-                data, codes[ids], _ = codec.encode_over(
+                data, codes[ids], *_ = codec.encode_over(
                     rows, None, len(ids), parent, known, element="float32"
                 )
                 differences = codes[ids] - parent

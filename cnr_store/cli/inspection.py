@@ -19,7 +19,7 @@ from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, pars
 from cnr_store.cli.output import fitting_table, print_json, print_line, print_table, size_text, time_text
 from cnr_store.errors import listed
 from cnr_store.format import layout
-from cnr_store.format.record import ArrayEntry
+from cnr_store.format.record import COUNTS, ArrayEntry
 from cnr_store.maintenance.collection.pins import read_reasons
 from cnr_store.maintenance.verification.glance import find_lost
 from cnr_store.policies.whole_tables import describe
@@ -130,4 +130,12 @@ def _arrays_table(arrays: Mapping[str, ArrayEntry]) -> Table:
         "codec": ["" if entry.codec is None else codec_text(entry.codec) for entry in entries],
         "base": [entry.base or "" for entry in entries],
     }
-    return fitting_table(cells, ("base", "element", "shape", "codec", "kind", "rows"), Console())
+    counts = {name: [_share_text(entry.counts[name], entry.rows) for entry in entries] for name in COUNTS}
+    cells |= {name: texts for name, texts in counts.items() if any(texts)}
+    return fitting_table(
+        cells, (*COUNTS[::-1], "base", "element", "shape", "codec", "kind", "rows"), Console()
+    )
+
+
+def _share_text(count: int, rows: int) -> str:
+    return f"{100 * count / rows:.3g} %" if count else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from cnr_store.format import validate
 from cnr_store.format.arrays import Doc
-from cnr_store.format.record import ArrayEntry
+from cnr_store.format.record import COUNTS, ArrayEntry
 
 
 def pack_entries(entries: Mapping[str, ArrayEntry], nodes: Mapping[str, Doc]) -> tuple[Doc, Doc]:
@@ -33,13 +33,16 @@ def pack_entries(entries: Mapping[str, ArrayEntry], nodes: Mapping[str, Doc]) ->
         "bytes": [],
         "rows": [],
     }
+    counts: dict[str, list[int]] = {name: [] for name in COUNTS}
     for path in _listed_paths(arrays, nodes):
         entry = entries[path]
         lists["form"].append(forms.number({"element": entry.element, "codec": dict(entry.codec or {})}))
         lists["base"].append(None if entry.base is None else bases.number(entry.base))
         lists["bytes"].append(entry.nbytes)
         lists["rows"].append(entry.rows)
-    return arrays, lists
+        for name, count in entry.counts.items():
+            counts[name].append(count)
+    return arrays, lists | {name: each for name, each in counts.items() if any(each)}
 
 
 def unpack_entries(arrays: Doc, tables: Any, nodes: Mapping[str, Doc]) -> Doc:
@@ -47,8 +50,9 @@ def unpack_entries(arrays: Doc, tables: Any, nodes: Mapping[str, Doc]) -> Doc:
     lists: dict[str, list[Any]] = validate.proven(tables, dict[str, list[Any]], "tables")
     forms, bases = validate.proven(lists["forms"], list[Doc], "tables.forms"), lists["bases"]
     columns = [lists[name] for name in ("form", "base", "bytes", "rows")]
+    columns += [lists.get(name, [0] * len(lists["form"])) for name in COUNTS]
     entries: Doc = {}
-    for path, form, base, nbytes, rows in zip(_listed_paths(arrays, nodes), *columns, strict=True):
+    for path, form, base, nbytes, rows, *counts in zip(_listed_paths(arrays, nodes), *columns, strict=True):
         shared = _chosen(forms, form, "form")
         entries[path] = {
             "kind": "whole" if base is None else "delta",
@@ -58,6 +62,7 @@ def unpack_entries(arrays: Doc, tables: Any, nodes: Mapping[str, Doc]) -> Doc:
             "base": None if base is None else _chosen(bases, base, "base"),
             "rows": rows,
             "codec": shared["codec"],
+            **dict(zip(COUNTS, counts, strict=True)),
         }
     # In the order of the documents, which is the model's.
     return {path: entries[path] for path in nodes if path in entries} | arrays

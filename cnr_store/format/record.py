@@ -34,6 +34,7 @@ _CODEC_FEATURES = {
     "cnr_lattice": frozenset({LATTICE}),
     "cnr_floating": frozenset({FLOATING, LATTICE}),
 }
+COUNTS = ("raw", "finer", "zero")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class ArrayEntry:
     boundaries: tuple[Natural, ...] = ()
     # Path that its objects lie under, if that is not the plain path of its name (`stored_paths`)
     stored: str | None = None
+    # Of the rows written on a grid: how many are stored as they are, how many on a finer step than that of the array,
+    # and how many are zeros there. Folds, whose rows were moved, have no counts.
+    raw: Natural = 0
+    finer: Natural = 0
+    zero: Natural = 0
     # What readers must know of its payloads, beyond what `codec` asks for: of rows that were moved. Not stored.
     features: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -65,6 +71,11 @@ class ArrayEntry:
         is_relative = self.kind == "delta" and codec.get("relative") is True
         features = self.features | _CODEC_FEATURES.get(str(codec.get("id")), frozenset())
         return features | {RELATIVE} if is_relative and codec.get("id") in _CODEC_FEATURES else features
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """`raw`, `finer` and `zero` by their names."""
+        return {name: getattr(self, name) for name in COUNTS}
 
     def to_json(self) -> Doc:
         """The entry as it is stored."""
@@ -80,7 +91,7 @@ class ArrayEntry:
             doc["aliases"] = list(self.aliases)
         if self.boundaries:
             doc["boundaries"] = list(self.boundaries)
-        return doc
+        return doc | {name: count for name, count in self.counts.items() if count}
 
 
 def required_features(arrays: Mapping[str, ArrayEntry]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from cnr_store.format import layout, validate
 from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
 from cnr_store.format.entry_lists import pack_entries, unpack_entries
 from cnr_store.format.layout import ESCAPED_NAMES, FEATURES, FOLDS, FORMAT, VERSIONS
-from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.format.record import COUNTS, ArrayEntry, Record
 from cnr_store.format.state import dumps, loads
 from cnr_store.format.stored_paths import check_stored
 from cnr_store.format.validate_policy import prove_policy
@@ -29,7 +29,7 @@ from cnr_store.format.validate_policy import prove_policy
 # The digest is that of the record with this in its place, since no text can hold its own.
 NO_DIGEST = "0" * 64
 _OF_ROWS = {"base", "rows", "codec"}
-_OF_NO_ROWS: Doc = {"base": None, "rows": 0, "codec": None, "boundaries": ()}
+_OF_NO_ROWS: Doc = {"base": None, "rows": 0, "codec": None, "boundaries": (), **dict.fromkeys(COUNTS, 0)}
 _DIMENSIONS = (range(1, 3), range(MAX_DIMENSIONS + 1))
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 MAX_RECORD_BYTES = 64 << 20
@@ -189,6 +189,8 @@ def _entry(doc: Doc, bounded: bool) -> ArrayEntry:
         raise ValueError(f"an array of kind {entry.kind:.60} with base {entry.base}, or without a codec")
     if entry.rows > entry.shape[0]:
         raise ValueError(f"{entry.rows} rows of an array of shape {entry.shape}")
+    if sum(entry.counts.values()) > entry.rows:
+        raise ValueError(f"{entry.rows} rows, of which {entry.counts}")
     array_dtype(entry.element)  # refuses types that this release does not decode
     if edges := entry.boundaries:
         ascends = all(one < other for one, other in itertools.pairwise(edges))

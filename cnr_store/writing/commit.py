@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
+from cnr_codecs.lattice.segments import RowCounts
 from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format import layout
 from cnr_store.format.layout import MAX_RANKS, STATE_PARTS, ClaimId, VersionId
@@ -72,7 +73,10 @@ def finish_record(
     moved = {path: entry.stored for path, entry in staged.arrays.items() if entry.stored}
     manifest = encode_manifest(Manifest(version, staged.parts).renamed(moved))
     sizes = {path: sum(part.nbytes for part in parts.values()) for path, parts in staged.parts.items()}
-    arrays = {path: replace(entry, nbytes=sizes.get(path, 0)) for path, entry in staged.arrays.items()}
+    arrays = {
+        path: replace(entry, nbytes=sizes.get(path, 0), **staged.counts.get(path, RowCounts())._asdict())
+        for path, entry in staged.arrays.items()
+    }
     backend.put(layout.version_key(version, "manifest"), manifest)
     return Record(
         id=version,

@@ -276,7 +276,7 @@ def _assemble(
         places = None if rows.ids is None and slot not in encoded else offsets
         of_chunk = rows.codec, values, places, [0, len(values)], grid.chunk_rows
         encoded.setdefault(slot, []).extend(
-            encode_block(*of_chunk, element=rows.element, seals=[seals[slot]])
+            encode_block(*of_chunk, element=rows.element, seals=[seals[slot]], counted=rows.counted)
         )
     chunks: list[BytesLike | None] = [None] * grid.chunks_per_shard
     for slot, payloads in encoded.items():

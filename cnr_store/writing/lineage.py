@@ -224,8 +224,8 @@ def _differing(reader: ArrayReader, write: RowsWrite, codes: RowCodes, begin: in
     need[ids - ids[0]] = 1
     out = reader.new_rows(len(need))
     reader.read_rows(int(ids[0]), out, need)
-    _, found, coded = codec.encode_over(
+    found = codec.encode_over(
         *(out[ids - ids[0]], None, len(ids), known, np.zeros(len(ids), bool)), element=write.element
     )
-    differing: list[int] = ids[~coded | (found != known).any(axis=1)].tolist()
+    differing: list[int] = ids[~found.coded | (found.codes != known).any(axis=1)].tolist()
     return differing

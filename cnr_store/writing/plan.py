@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from cnr_codecs import RowCodec, array_dtype
+from cnr_codecs.lattice.segments import RowCounts
 from cnr_store.errors import SaveError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Counts, Grid, choose_grid, count_blocks
@@ -54,6 +55,8 @@ class RowsWrite:
     # Whether the rows are still in the model, so that training waits until they are encoded
     is_live: bool = False
     codes: RowCodes | None = None  # those of rows that may be relative to the base; None where none may be
+    # How the rows of each chunk on a grid that was encoded here are stored
+    counted: list[RowCounts] = field(default_factory=list)
 
     def values(self, begin: int, end: int) -> Array:
         """The values of the rows at these positions of the write's ids, which must not be coded yet."""
@@ -72,6 +75,7 @@ class RowsWrite:
             seals=seals,
             begin=begin,
             codes=self.codes,
+            counted=self.counted,
         )
 
     @property

@@ -30,6 +30,7 @@ from cnr_codecs.comparing import (
     row_digests,
     unknown_code,
 )
+from cnr_codecs.lattice.segments import RowCounts
 from cnr_codecs.payload.coded import Grid
 
 Mask = npt.NDArray[np.bool_]
@@ -75,40 +76,33 @@ class RowCodes:
         element: str,
         seal: int,
         quantized: tuple[npt.NDArray[np.int16], Mask] | None = None,
-    ) -> bytes:
+    ) -> tuple[bytes, RowCounts]:
         """The payload of a chunk, as `RowCodec.encode_rows` makes it, with rows relative to their parents.
 
-        `codec`: that of the write.
+        `codec`: that of the write, on a grid.
         `values`, `offsets`, `chunk_rows`, `element`, `seal`: as for `encode_rows`.
         `begin`: position of the first of these rows in the write.
-        `quantized`: as for `LatticeRows.encode_over`, if codes were computed elsewhere: the codec is that of a grid
-        then.
+        `quantized`: as for `LatticeRows.encode_over`, if codes were computed elsewhere.
+
+        Returns: with it how many of the rows are stored otherwise than on the grid.
         """
         own = gridded_codec(codec)
-        if own is None or grid_of(own) is None:
-            self.note(begin, values)
-            return codec.encode_rows(values, offsets, chunk_rows, element=element, seal=seal)
+        assert own is not None
         parent = self._parents(begin, values.shape)
         known = _are_known(parent)
-        made = own.encode_over(
+        data, codes, coded, counts = own.encode_over(
             values, offsets, chunk_rows, parent, known, element=element, seal=seal, quantized=quantized
         )
-        data, codes, coded = made
         self._note_codes(begin, values, codes, coded, coded if quantized else None)
-        if not isinstance(codec, Followed):
-            return data
-        return codec.compressors.pack(data, chunk_rows, values.shape[1], element)
+        if isinstance(codec, Followed):
+            data = codec.compressors.pack(data, chunk_rows, values.shape[1], element)
+        return data, counts
 
     def _parents(self, begin: int, shape: tuple[int, ...]) -> Codes:
         if self.parent is None:
             return np.broadcast_to(np.int8(unknown_code(np.int8)), shape)
         end = begin + shape[0]
         return self.parent[begin:end] if self.rows is None else self.parent[self.rows[begin:end]]
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether codes are noted, or rows may be relative."""
-        return self.made is not None or self.parent is not None
 
     @property
     def known_digests(self) -> Digests | None:

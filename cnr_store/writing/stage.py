@@ -100,6 +100,8 @@ def stage(
                 staged.parts.setdefault(made.path, {})[made.index] = part
     for path, entry in staged.arrays.items():
         staged.arrays[path] = replace(entry, stored=home.moved.get(path))
+    for write in rows:
+        staged.count(write.path, write.counted)
     return staged
 
 

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import numpy as np
 
 from cnr_backends import Backend, build_shard
+from cnr_codecs.lattice.segments import RowCounts
 from cnr_store.errors import SaveError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node, dense_document, dense_grid
@@ -43,6 +44,8 @@ class Staged:
     state_sha256: dict[int, str] = field(default_factory=dict)  # by rank, the digest of its part of the state
     # By rank, the bytes that it put, and the seconds that it took for them
     ranks: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # By path of an array on a grid, how many rows are stored otherwise than on it, where any are
+    counts: dict[str, RowCounts] = field(default_factory=dict)
 
     def to_vote(self) -> dict[str, Any]:
         """What this rank put, for the rank that commits."""
@@ -56,6 +59,7 @@ class Staged:
             "own": [[*own, self.arrays[own[0]].stored] for own in self.own],
             "state": [*self.state_sha256.items()],
             "ranks": [[rank, *wrote] for rank, wrote in self.ranks.items()],
+            "counts": self.counts,
         }
 
     def add(self, vote: Mapping[str, Any]) -> None:
@@ -69,10 +73,18 @@ class Staged:
         self.nbytes += vote["nbytes"]
         self.state_sha256.update(vote["state"])
         self.ranks.update({rank: (nbytes, seconds) for rank, nbytes, seconds in vote["ranks"]})
+        for path, counts in vote["counts"].items():
+            self.count(path, [counts])
         for path, shape, dtype, torch_dtype, stored in vote["own"]:
             shaped = np.broadcast_to(np.zeros((), dtype), tuple(shape))  # which takes no memory
             self.note_dense(DenseWrite(path, shaped, torch_dtype))
             self.arrays[path] = replace(self.arrays[path], stored=stored)
+
+    def count(self, path: str, counted: Iterable[Sequence[int]]) -> None:
+        """Add how rows of an array are stored."""
+        total = RowCounts(*map(sum, zip(self.counts.get(path, RowCounts()), *counted, strict=True)))
+        if any(total):
+            self.counts[path] = total
 
     def note_dense(self, dense: DenseWrite) -> Doc:
         """Note a dense array; its document."""

@@ -6,10 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from cnr_store.errors import listed
+from cnr_store.format.record import Record
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import array_dtype
 
 How = Literal["tracked", "compared", "whole"]
+_MOST_RAW = 0.01
+"""Of the rows written of an array on a grid, the share that may be stored as they are without a word."""
 _COLUMNS = ("table", "", "bits", "rows", "changed", "a save now", "whole", "why")
 
 
@@ -181,15 +185,26 @@ class SaveStats:
     live_bytes: int = 0
 
 
-def save_line(stats: SaveStats, step: int, kind: str) -> str:
+def save_line(stats: SaveStats, record: Record) -> str:
     """The line that the log has of a save."""
+    step, kind = record.step, record.kind
     live = f" ({bytes_text(stats.live_bytes)} beyond snapshot_bytes were encoded)" if stats.live_bytes else ""
     folded = f"; {bytes_text(stats.fold_bytes)} of folds were written before" if stats.fold_bytes else ""
     return (
         f"step {step}: {kind}, {stats.rows:,} of {stats.table_rows:,} rows, {bytes_text(stats.bytes)} "
         f"({100 * stats.ratio:.1f} % of full), stalled {1000 * stats.seconds_stalled:.0f} ms{live}, "
-        f"written in {stats.seconds_writing:.1f} s{folded}"
+        f"written in {stats.seconds_writing:.1f} s{folded}{_raw_text(record)}"
     )
+
+
+def _raw_text(record: Record) -> str:
+    """Which arrays on grids have many rows that are stored as they are, which takes more bytes than it might."""
+    shares = {path: entry.raw / entry.rows for path, entry in record.arrays.items() if entry.raw}
+    most = sorted(
+        (-share, path.removeprefix("tables/")) for path, share in shares.items() if share > _MOST_RAW
+    )
+    shown = listed((f"{-100 * share:.1f} % of {path}" for share, path in most), 3)
+    return f"; rows that their grid can't hold were stored as they are: {shown}" if most else ""
 
 
 def bytes_text(nbytes: float) -> str:

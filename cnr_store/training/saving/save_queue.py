@@ -235,7 +235,7 @@ class SaveQueue:
                     # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
                     self._callbacks.on_commit(record, self.writer.removable)
                     assert pending.stats is not None
-                    log.info(save_line(pending.stats, pending.step, record.kind))
+                    log.info(save_line(pending.stats, record))
                 self.outage.end()
             finally:
                 pending.settle(record)

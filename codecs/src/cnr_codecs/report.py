@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from cnr_codecs.elements import element_of
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kmeans.kmeans import GROUPS, KMeansRows
 from cnr_codecs.lattice.lattice import LatticeRows
-from cnr_codecs.payload.payload import head_bytes
+from cnr_codecs.lattice.steps import median_scale, scale_counts
+from cnr_codecs.payload.payload import Payload, Scheme, Segment, head_bytes
 from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import RowCodec, Rows
 from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
@@ -44,6 +45,9 @@ class CodecReport:
         Seconds for all rows on one thread, the shorter of two runs.
     decoded_bytes
         Bytes of all rows when decoded. Divided by the seconds it gives the throughput.
+    raw_share, finer_share, zero_share
+        Shares of the rows that are stored as they are, since the codec has no codes for them; that are on a finer step
+        than that of the lattice; and that decode to zeros alone.
     """
 
     config: dict[str, Any]
@@ -53,6 +57,9 @@ class CodecReport:
     encode_seconds: float
     decode_seconds: float
     decoded_bytes: int
+    raw_share: float = 0.0
+    finer_share: float = 0.0
+    zero_share: float = 0.0
 
 
 def error_report(rows: Rows, *, codecs: Iterable[RowCodec] | None = None) -> list[CodecReport]:
@@ -101,25 +108,42 @@ def _measure(codec: RowCodec, rows: Rows) -> CodecReport:
         began = time.perf_counter()
         data = codec.encode_rows(rows, None, len(rows), element=element)
         encoded = time.perf_counter()
-        decoded = _decode(codec, data, rows, element)
+        payload = _parsed(codec, data, rows)
+        decoded = decode_dense(payload)
         decode_seconds = min(decode_seconds, time.perf_counter() - encoded)
         encode_seconds = min(encode_seconds, encoded - began)
     errors = l2_errors(rows, decoded)
+    raw, finer = _counts(codec, payload.segments, rows)
     return CodecReport(
         config=codec.get_config(),
         mean_l2_error=float(errors.mean()),
         mean_relative_error=_mean_relative(errors, rows),
-        row_bytes=_content_bytes(codec, data) / len(rows),
+        row_bytes=_content_bytes(codec, data, payload) / len(rows),
         encode_seconds=encode_seconds,
         decode_seconds=decode_seconds,
         decoded_bytes=rows.nbytes,
+        raw_share=raw / len(rows),
+        finer_share=finer / len(rows),
+        zero_share=1 - np.count_nonzero(decoded.any(axis=1)) / len(rows),
     )
 
 
-def _decode(codec: RowCodec, data: bytes, rows: Rows, element: str) -> Rows:
+def _parsed(codec: RowCodec, data: bytes, rows: Rows) -> Payload:
     if isinstance(codec, Followed):
-        data = codec.compressors.unpack(data, most_packed_bytes(len(rows), rows.shape[1], element))
-    return decode_dense(parse(data, max_decoded_bytes=rows.nbytes))
+        most = most_packed_bytes(len(rows), rows.shape[1], element_of(rows.dtype))
+        data = codec.compressors.unpack(data, most)
+    return parse(data, max_decoded_bytes=rows.nbytes)
+
+
+def _counts(codec: RowCodec, segments: Sequence[Segment], rows: Rows) -> tuple[int, int]:
+    """Return how many rows are stored as they are, and how many on a finer step than that of the lattice."""
+    own = codec.codec if isinstance(codec, Followed) else codec
+    raw = sum(each.row_set.count for each in segments if each.scheme is Scheme.RAW)
+    if not isinstance(own, LatticeRows):
+        return raw, 0
+    step = own.step_of(median_scale(scale_counts(rows)))
+    finer = (each for each in segments if each.scheme is Scheme.LATTICE and each.grid.step < step)
+    return raw, sum(each.row_set.count for each in finer)
 
 
 def _mean_relative(errors: npt.NDArray[np.float64], rows: Rows) -> float:
@@ -128,8 +152,7 @@ def _mean_relative(errors: npt.NDArray[np.float64], rows: Rows) -> float:
     return float((errors[judged] / norms[judged]).mean()) if judged.any() else 0.0
 
 
-def _content_bytes(codec: RowCodec, data: bytes) -> int:
+def _content_bytes(codec: RowCodec, data: bytes, payload: Payload) -> int:
     if isinstance(codec, Followed):
         return len(data)
-    segments = parse(data, max_decoded_bytes=1 << 62).segments
-    return len(data) - head_bytes(segment.row_set for segment in segments)
+    return len(data) - head_bytes(segment.row_set for segment in payload.segments)

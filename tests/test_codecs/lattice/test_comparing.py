@@ -37,7 +37,7 @@ def codes_of(values: Rows, grid: Grid, element: str) -> tuple[Rows, npt.NDArray[
     """The codes that the codec gives, and which rows have any."""
     codec = FloatingRows(grid.mantissa) if grid.mantissa else LatticeRows(step=grid.step)
     none = np.zeros(values.shape, np.int16), np.zeros(len(values), np.bool_)
-    _, codes, coded = codec.encode_over(values, None, len(values), *none, element=element)
+    _, codes, coded, _ = codec.encode_over(values, None, len(values), *none, element=element)
     return codes, coded
 
 

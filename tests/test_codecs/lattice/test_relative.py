@@ -64,7 +64,7 @@ class Table:
     def write(self, ids: Any) -> None:
         """Write these rows, relative where their codes are known."""
         values = self.values[ids]
-        payload, codes, coded = self.codec.encode_over(
+        payload, codes, coded, _ = self.codec.encode_over(
             *(values, ids, len(self.values), self.codes[ids], self.known[ids]), element=self.element
         )
         expected, raw = codes_of(values, float(self.codec.step or 0), self.limit)
@@ -186,7 +186,7 @@ def test_rows_that_do_not_come_out_as_written_are_found(
     codec: LatticeRows | FloatingRows, in_values: bool
 ) -> None:
     base = np.array([[1, -2, 0.5, 0]] * 40, np.float32)
-    _, parent, known = codec.encode_over(
+    _, parent, known, _ = codec.encode_over(
         base, None, 40, np.zeros((40, 4), np.int16), np.zeros(40, bool), element="float32"
     )
     newer, *_ = codec.encode_over(base * 1.25, None, 40, parent, known, element="float32")
@@ -219,7 +219,7 @@ def _chunk_of(table: Table, ids: Any, first: int, rows: int) -> tuple[int, bytes
     """The row behind a chunk, and the chunk."""
     last = min(first + rows, len(table.values))
     held = ids[(ids >= first) & (ids < last)]
-    payload, table.codes[held], table.known[held] = table.codec.encode_over(
+    payload, table.codes[held], table.known[held], _ = table.codec.encode_over(
         *(table.values[held], held - first, last - first, table.codes[held], table.known[held]),
         element=table.element,
     )
@@ -262,7 +262,7 @@ def test_one_wrong_code_of_any_link_is_found(seed: int, in_values: bool, link: i
 def test_bytes_of_a_relative_payload() -> None:
     values = np.array([[0, 0.5, -1], [0, 0, 0]], np.float32)
     parent = np.array([[1, 1, -1], [9, 9, 9]], np.int8)
-    data, codes, coded = LatticeRows(step=0.5).encode_over(
+    data, codes, coded, _ = LatticeRows(step=0.5).encode_over(
         *(values, np.array([2, 5]), 8, parent, np.array([True, False])), element="float32"
     )
     assert codes.tolist() == [[0, 1, -2], [0, 0, 0]]

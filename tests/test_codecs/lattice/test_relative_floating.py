@@ -28,7 +28,7 @@ from cnr_codecs import (
 )
 from cnr_codecs.elements import element_named
 from cnr_codecs.lattice.floating import floating_codes
-from cnr_codecs.lattice.segments import segments_over
+from cnr_codecs.lattice.segments import encode_segments
 from cnr_codecs.payload.coded import Grid, floating_values
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
@@ -56,7 +56,7 @@ class Sums:
 
     def write(self, ids: Any) -> None:
         """Write these rows, relative where their codes are known."""
-        payload, codes, coded = self.codec.encode_over(
+        payload, codes, coded, _ = self.codec.encode_over(
             *(self.values[ids], ids, len(self.values), self.codes[ids], self.known[ids]), element=self.element
         )
         held, raw = floating_codes(self.values[ids], self.codec.mantissa_bits, self.element)
@@ -113,7 +113,7 @@ def test_chains_give_the_codes_of_the_writer(
 def test_bytes_of_a_relative_payload() -> None:
     values = np.array([[1.0, -1.25, 0.0]], np.float32)
     parent = np.array([[(127 << 3) - 1, -((127 << 3) + 2), 0]], np.int16)
-    data, codes, _ = FloatingRows(3).encode_over(
+    data, codes, *_ = FloatingRows(3).encode_over(
         values, np.array([2]), 8, parent, np.ones(1, bool), element="float32"
     )
     assert codes.tolist() == [[127 << 3, -((127 << 3) + 2), 0]]
@@ -172,8 +172,8 @@ def test_sums_that_are_no_codes_are_refused(code: int) -> None:
     values = floating_values(held, 3, "float32")
     base = FloatingRows(3).encode_rows(values, None, 4, element="float32")
     parent, known, kind = 2 * held.astype(np.int32) - code, np.ones(4, bool), element_named("float32")
-    segments, _ = segments_over(values, np.arange(4), 4, parent, known, held, ~known, kind, Grid(mantissa=3))
-    delta = build_payload(4, 2, kind, segments)
+    grid, of_rows = Grid(mantissa=3), (values, np.arange(4), 4, parent, known)
+    delta = encode_segments(*of_rows, held, ~known, kind, grid, 0).payload
     for read in (decode_into, lambda payload, _, need, *rest: take_rows(payload, need, *rest)):
         need, out, pending = np.ones(4, np.uint8), np.empty((4, 2), np.float32), Pending(4, 2)
         read(parse(delta), out, need, 0, pending)

@@ -119,6 +119,7 @@ def test_numbers_that_overflow(forge: Forge, exact: dict[str, Json], field: str)
         ("element", [ABSENT, None, [], "x", "O", "float64"]),
         ("base", [ABSENT, None, [], "x", "../x", "999999-00000000.00000001", "000000-00000000.00000001"]),
         ("rows", [*NO_NUMBER, ROWS + 1]),
+        ("raw", [*NO_NUMBER[1:], ROWS + 1]),
         ("codec", NO_OBJECT),
         ("bytes", NO_NUMBER),
         ("aliases", [None, {}, "x", 5, [1], [[]]]),

@@ -58,6 +58,14 @@ def test_lists_that_are_what_was_written(forge_lists: Forge, exact: dict[str, Js
         ("base", [*NO_COLUMN, *NO_INDEX]),
         ("bytes", [*NO_COLUMN, *([1, each] for each in NO_NUMBER if each is not ABSENT)]),
         ("rows", [*NO_COLUMN, *([1, each] for each in (*NO_NUMBER, ROWS + 1) if each is not ABSENT)]),
+        (
+            "zero",
+            [
+                each
+                for each in [*NO_COLUMN, *([0, each] for each in [*NO_NUMBER, 5])]
+                if ABSENT not in (each, *(each if isinstance(each, list) else []))
+            ],
+        ),
     ],
 )
 def test_fields_of_the_lists(

@@ -175,9 +175,7 @@ def warm_up() -> None:
         decode_into(payload, np.empty((8, DIM), np.float32), np.ones(8, np.uint8))
     need, pending = np.ones(4, np.uint8), Pending(4, DIM)
     for known in (np.ones(4, bool), np.zeros(4, bool)):
-        data, _, _ = RELATIVE.encode_over(
-            rows, None, 4, np.zeros((4, DIM), np.int8), known, element="float32"
-        )
+        data, *_ = RELATIVE.encode_over(rows, None, 4, np.zeros((4, DIM), np.int8), known, element="float32")
         decode_into(parse(data), np.empty((4, DIM), np.float32), need, 0, pending)
 
 

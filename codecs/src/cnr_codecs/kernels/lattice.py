@@ -46,6 +46,18 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
 
 
 @kernel
+def count_zero_rows(codes: Any, dim: int) -> int:
+    """Return how many rows of flat codes (int16) are of zeros alone."""
+    found, width = 0, np.uintp(dim)
+    for i in range(codes.size // dim):
+        start, any_bit = np.uintp(i * dim), np.int16(0)
+        for j in range(width):
+            any_bit |= codes[start + j]
+        found += any_bit == 0
+    return found
+
+
+@kernel
 def count_magnitudes(values: Any, drop: int, counts: Any) -> None:
     """Count flat float32, but 0 and what is not finite, by the bits of their magnitude above the lowest `drop`."""
     low = np.uint32(drop)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize_floating
-from cnr_codecs.lattice.segments import Codes, Mask, segments_of, segments_over
+from cnr_codecs.lattice.segments import Codes, Encoded, Mask, encode_segments, nothing_known
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_MANTISSA,
@@ -23,7 +23,6 @@ from cnr_codecs.payload.coded import (
     code_range,
     has_floating_codes,
 )
-from cnr_codecs.payload.payload import build
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.rows import check_rows
 
@@ -85,10 +84,8 @@ class FloatingRows:
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
         """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
-        kind, values, offsets = check_rows(values, offsets, rows, _floating_element(element).name)
-        held, raw = floating_codes(values, self.mantissa_bits, kind.name)
-        segments = segments_of(held, raw, values[raw], offsets, rows, kind, self._grid)
-        return build(rows, values.shape[1], kind, segments, seal)
+        none = nothing_known(values)
+        return self.encode_over(values, offsets, rows, *none, element=element, seal=seal).payload
 
     def encode_over(
         self,
@@ -101,7 +98,7 @@ class FloatingRows:
         element: str,
         seal: int = 0,
         quantized: tuple[Codes, Mask] | None = None,
-    ) -> tuple[bytes, Codes, Mask]:
+    ) -> Encoded:
         """Return the payload of a chunk whose rows are relative to older ones; see `LatticeRows.encode_over`.
 
         Rows whose codes differ more from the older ones than among themselves are not relative: as differences they
@@ -122,12 +119,8 @@ class FloatingRows:
         near = known & ~raw
         if near.any() and parent.shape == values.shape:
             near[near] = _are_near(held[near[~raw]], parent[near])
-        segments, codes = segments_over(values, offsets, rows, parent, near, held, raw, kind, self._grid)
-        return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
-
-    @property
-    def _grid(self) -> Grid:
-        return Grid(mantissa=self.mantissa_bits)
+        grid = Grid(mantissa=self.mantissa_bits)
+        return encode_segments(values, offsets, rows, parent, near, held, raw, kind, grid, seal)
 
 
 def floating_codes(

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize
-from cnr_codecs.lattice.segments import Codes, Mask, segments_of, segments_over
+from cnr_codecs.lattice.segments import Codes, Encoded, Mask, encode_segments, nothing_known
 from cnr_codecs.lattice.steps import lattice_step, median_scale, scale_counts
 from cnr_codecs.payload.coded import MAX_CODE, Grid
-from cnr_codecs.payload.payload import Segment, build
 from cnr_codecs.payload.validate import valid_step
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.rows import check_rows
@@ -102,9 +101,8 @@ class LatticeRows:
         self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
     ) -> bytes:
         """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
-        kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
-        segments = self._segments(values, offsets, rows, kind) if len(values) else []
-        return build(rows, values.shape[1], kind, segments, seal)
+        none = nothing_known(values)
+        return self.encode_over(values, offsets, rows, *none, element=element, seal=seal).payload
 
     def encode_over(
         self,
@@ -117,8 +115,8 @@ class LatticeRows:
         element: str,
         seal: int = 0,
         quantized: tuple[Codes, Mask] | None = None,
-    ) -> tuple[bytes, Codes, Mask]:
-        """Return the payload of a chunk whose rows are relative to older ones, their codes, and which rows have any.
+    ) -> Encoded:
+        """Return the payload of a chunk whose rows are relative to older ones, and what is known of these rows.
 
         A row is stored as the difference of its codes and the older ones where these are known, else as `encode_rows`
         does. Readers add it to the codes that the row has beneath the payload, which must be on the same step.
@@ -138,18 +136,16 @@ class LatticeRows:
         Raises
         ------
         RowsError
-            An argument is not as above, or the codec has no `step`.
-
-        Returns
-        -------
-        payload, codes, coded
-            The payload; int16 (n, dim), the codes; bool (n,), the rows that have codes: those of others are 0.
+            An argument is not as above, or codes are known and the codec has no `step`.
         """
-        step = self._known_step()
         kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
+        if self.step is None and (quantized is not None or known.any()):
+            raise RowsError(
+                "rows can be relative, or have codes from elsewhere, on a known step only: give one by with_step"
+            )
+        step = self.step or self.step_of(median_scale(scale_counts(values)))
         held, raw = quantized or _quantize(values, step, kind)
-        segments, codes = segments_over(values, offsets, rows, parent, known, held, raw, kind, Grid(step))
-        return build(rows, values.shape[1], kind, segments, seal), codes, ~raw
+        return encode_segments(values, offsets, rows, parent, known, held, raw, kind, Grid(step), seal)
 
     def with_step(self, step: float) -> LatticeRows:
         """Return the same codec with the step of a table.
@@ -174,23 +170,9 @@ class LatticeRows:
         assert self.rms_step is not None
         return lattice_step(self.rms_step * scale)
 
-    def _known_step(self) -> float:
-        if self.step is None:
-            raise RowsError(
-                "rows can be relative, or have codes from elsewhere, on a known step only: give one by with_step"
-            )
-        return self.step
-
     def _options(self) -> dict[str, Any]:
         values = {"rms_step": self.rms_step, "step": self.step}
         return {name: value for name, value in values.items() if value is not None}
-
-    def _segments(self, values: Rows, offsets: Offsets, rows: int, element: Element) -> list[Segment]:
-        step = self.step
-        if step is None:
-            step = self.step_of(median_scale(scale_counts(values)))
-        held, raw = _quantize(values, step, element)
-        return segments_of(held, raw, values[raw], offsets, rows, element, Grid(step))
 
 
 def _wide(values: Rows) -> npt.NDArray[np.float32]:

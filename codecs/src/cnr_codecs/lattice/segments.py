@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import RowsError
+from cnr_codecs.kernels.lattice import count_zero_rows
 from cnr_codecs.payload.coded import MAX_CODE, CodedRows, Grid
-from cnr_codecs.payload.payload import ParameterType, Scheme, Segment
+from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.payload.validate import MIN_STEP
 from cnr_codecs.protocol import Offsets, Rows
@@ -20,24 +21,26 @@ Codes: TypeAlias = npt.NDArray[np.int16]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
-def segments_of(
-    held: Codes, raw: Mask, raw_values: Rows, offsets: Offsets, rows: int, element: Element, grid: Grid
-) -> list[Segment]:
-    """Return the segments of rows, none of them relative.
+class RowCounts(NamedTuple):
+    """How many rows on a grid are stored in another way than on that grid, or are zeros on it."""
 
-    `held`, `raw`: (m, dim) and (n,): the codes of the rows that have any, and which have none.
-    `raw_values`: (n - m, dim): the values of the latter.
-    `offsets`, `rows`: of all n rows, as `RowCodec.encode_rows` takes them.
-    `element`: the element type.
-    `grid`: what the codes are on.
-    """
-    segments = []
-    if len(held):
-        places = offsets if len(held) == len(raw) else offsets[~raw]
-        segments.append(_segment(held, places, rows, grid))
-    if len(raw_values):
-        segments += _others(raw_values, offsets[raw], rows, element, grid)
-    return segments
+    raw: int = 0  # stored as they are
+    finer: int = 0  # on a step of their own, finer than that of the others
+    zero: int = 0  # decoded to zeros alone
+
+
+class Encoded(NamedTuple):
+    """What `encode_over` returns of n rows."""
+
+    payload: bytes
+    codes: Codes  # int16 (n, dim): 0 of rows without
+    coded: Mask  # bool (n,): which rows have codes
+    counts: RowCounts
+
+
+def nothing_known(values: Rows) -> tuple[Codes, Mask]:
+    """Return `parent` and `known` of `encode_over` for rows that have nothing beneath them."""
+    return np.broadcast_to(np.int16(0), values.shape), np.zeros(values.shape[:1], np.bool_)
 
 
 def _others(values: Rows, offsets: Offsets, rows: int, element: Element, grid: Grid) -> list[Segment]:
@@ -64,7 +67,7 @@ def _others(values: Rows, offsets: Offsets, rows: int, element: Element, grid: G
     return segments
 
 
-def segments_over(
+def encode_segments(
     values: Rows,
     offsets: Offsets,
     rows: int,
@@ -74,10 +77,11 @@ def segments_over(
     raw: Mask,
     element: Element,
     grid: Grid,
-) -> tuple[list[Segment], Codes]:
-    """Return the segments of `encode_over`, and the codes of all rows, 0 for those without.
+    seal: int,
+) -> Encoded:
+    """Return what `encode_over` does.
 
-    `values`, `offsets`, `rows`, `parent`, `known`: as for `encode_over`.
+    `values`, `offsets`, `rows`, `parent`, `known`, `seal`: as for `encode_over`.
     `held`, `raw`: the codes of the rows that have any, and which have none.
     `element`: the element type.
     `grid`: what the codes are on.
@@ -86,20 +90,25 @@ def segments_over(
         raise RowsError(
             f"parent and known must be {values.shape} and {values.shape[:1]}, got {parent.shape} and {known.shape}"
         )
-    codes = held
-    if len(held) < len(raw):
+    flat = np.ascontiguousarray(held).reshape(-1).view()
+    flat.flags.writeable = False
+    zero, codes, coded, others = count_zero_rows(flat, held.shape[1]), held, ~raw, len(raw) - len(held)
+    if others:
         codes = np.zeros(values.shape, np.int16)
-        codes[~raw] = held
+        codes[coded] = held
     segments = []
-    for chosen, is_relative in ((~known & ~raw, False), (known & ~raw, True)):
-        if chosen.any():
-            own = slice(None) if chosen.all() else chosen  # no copies of all rows
+    for chosen, is_relative in ((coded > known, False), (coded & known, True)):
+        count = np.count_nonzero(chosen)
+        if count:
+            own = slice(None) if count == len(chosen) else chosen  # no copies of all rows
             segments.append(
                 _segment(codes[own], offsets[own], rows, grid, parent[own] if is_relative else None)
             )
-    if raw.any():
+    if others:
         segments += _others(values[raw], offsets[raw], rows, element, grid)
-    return segments, codes
+    kept = sum(each.row_set.count for each in segments if each.scheme is Scheme.RAW)
+    counts = RowCounts(kept, others - kept, zero)
+    return Encoded(build(rows, values.shape[1], element, segments, seal), codes, coded, counts)
 
 
 def _segment(

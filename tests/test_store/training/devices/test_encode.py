@@ -263,7 +263,7 @@ def test_relative_rows_have_the_payloads_of_the_host(
         codes=ours,
     )
     wanted = [
-        theirs.encode(codec, rows[first:last], first, written[first:last] % 16, 16, element, seal)
+        theirs.encode(codec, rows[first:last], first, written[first:last] % 16, 16, element, seal)[0]
         for first, last, seal in zip(edges, edges[1:], seals, strict=False)
     ]
     assert found == wanted

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import cnr_store
+from cnr_store.catalog.catalog import open_record
 from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.support.rowwise_optimizers import OwnRowWise
 from tests.test_store.training.devices.conftest import stays_on_host
@@ -128,3 +129,18 @@ def test_state_is_stored_in_the_bytes_of_the_host(
     url = str(tmp_path / "device")
     relative = [count_relative(url, each.id, SUM) for each in cnr_store.versions(url)]
     assert [each > 0 for each in relative] == [False, *["relative" in codec] * 2, False]
+
+
+@pytest.mark.parametrize("codec", [{"id": "cnr_lattice", "step": 0.125}, {"id": "cnr_floating"}], ids=str)
+def test_records_count_rows_that_a_device_quantized(tmp_path: Path, encoded: list[str], codec: Any) -> None:
+    """How many are raw, on a finer step, and zero: as of rows that the host quantizes."""
+    items = nn.Embedding(ROWS, DIM, device=DEVICE)
+    with torch.no_grad():
+        items.weight.uniform_(1, 2)
+        items.weight[:10], items.weight[200:230] = torch.inf, 0
+        items.weight[100:120] *= 1e-4
+    model = nn.ModuleDict({"songs": items})
+    cnr_store.save(str(tmp_path), model, codec=codec, policy="full")
+    assert encoded == ["tables/songs/weight"]
+    found = open_record(str(tmp_path), "latest")[1].arrays["tables/songs/weight"]
+    assert (found.raw, found.finer, found.zero) == (10, 20 * ("step" in codec), 30)
