@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.codec_bench import zeros
 from benchmarks.codec_bench.machine import describe, pinned
 from benchmarks.codec_bench.rows import Rows, drawn, trained
 from benchmarks.codec_bench.targets import Target
@@ -25,8 +26,12 @@ _ROUNDS = 15
 _MOST_BITS, _MOST_OVER_ENTROPY, _LEAST_GB_S = 4.0, 1.05, {"encode": 0.9, "decode": 1.1}
 
 
-def targets(sizes: Sequence[Mapping[str, Any]], paces: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
-    """Bits a value at the error of adaptive codes of 4 bits; bytes over entropy; GB/s of float32 by one thread."""
+def targets(
+    sizes: Sequence[Mapping[str, Any]], paces: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> Iterator[Target]:
+    """Bits a value at the error of adaptive codes of 4 bits; bytes over entropy; GB/s of float32 by one thread; and the
+    share of rows that become zero.
+    """
     for line in sizes:
         if line["adaptive"] == 4 and line["rows"].startswith("normal"):
             name = "lattice: bits a value at the error of adaptive 4"
@@ -38,34 +43,44 @@ def targets(sizes: Sequence[Mapping[str, Any]], paces: Sequence[Mapping[str, Any
         if line["codec"] == f"lattice {_RMS_STEPS[0]}":
             for way, least in _LEAST_GB_S.items():
                 yield Target(f"lattice: GB/s, {way}", least, line[way], f"dim {line['dim']}, {line['codec']}")
+    for rows in dict.fromkeys(line["rows"] for line in saved):
+        most = max(line["became_zero"] for line in saved if line["rows"] == rows)
+        where = f"{rows}, at most {max(line['steps'] for line in saved):,} steps" if "Adam" in rows else rows
+        yield Target("lattice: share of rows that become zero", 0, most, where, at_most=True)
 
 
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description="Bytes and pace of the lattice beside adaptive codes.")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs")
+    parser.add_argument(
+        "--zeros", action="store_true", help="rows that become zero alone; keep what is on record"
+    )
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder of lattice.json")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    values = 1 << 17 if options.quick else 1 << 22
-    tables, missing = trained(1 if options.quick else 3)
+    path = options.out / "lattice.json"
+    document = json.loads(path.read_text(encoding="utf-8")) if options.zeros else _paced(options.quick)
+    rows, steps = (2_000, zeros.STEPS[:1]) if options.quick else (20_000, zeros.STEPS)
+    document["zeros"] = list(zeros.lines(rows, steps))
+    found = list(targets(document["sizes"], document["paces"], document["zeros"]))
+    print(*found, sep="\n")
+    document["targets"] = [target.to_json() for target in found]
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _paced(is_quick: bool) -> dict[str, Any]:
+    """Sizes and paces, and what they were measured on."""
+    values = 1 << 17 if is_quick else 1 << 22
+    tables, missing = trained(1 if is_quick else 3)
     if missing:
         print(f"Tables trained on MovieLens are left out: {missing}")
     tables = {f"normal, dim {dim}": drawn("normal", values // dim, dim) for dim in (32, 64)} | tables
     sizes = [line for name, rows in tables.items() for line in _sizes(name, rows)]
     with pinned(1):
         paces = [line for dim in (32, 64) for line in _paces(dim, values)]
-    found = list(targets(sizes, paces))
-    print(*found, sep="\n")
     moved = _moved(values)
-    figures = {
-        "sizes": sizes,
-        "paces": paces,
-        "relative": moved,
-        "targets": [target.to_json() for target in found],
-    }
-    document = {**describe(), "left_out": missing, **figures}
-    (options.out / "lattice.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return {**describe(), "left_out": missing, "sizes": sizes, "paces": paces, "relative": moved}
 
 
 def _sizes(name: str, rows: Rows) -> list[dict[str, Any]]:
