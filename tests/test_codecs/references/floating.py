@@ -38,3 +38,17 @@ def codes_of(
     raw = ~((exact == 0) | has_code).all(axis=1)
     kept = np.where(raw[:, None] | (exact == 0), 0, codes * np.where(values < 0, -1, 1))
     return kept.astype(np.int32), raw
+
+
+def without_small(
+    values: npt.NDArray[Any], seconds: npt.NDArray[Any], scale: float, root: float, floor: float
+) -> npt.NDArray[Any]:
+    """Return the values, with 0 for those whose magnitude times `scale` is below that of `seconds`.
+
+    Its root, that is, times `root`, plus `floor`; each operation rounds to float32.
+    """
+    single = np.float32
+    with np.errstate(all="ignore"):
+        sizes, others = (np.abs(each.astype(single)) for each in (values, seconds))
+        small = sizes * single(scale) < np.sqrt(others) * single(root) + single(floor)
+    return np.where(small, values.dtype.type(0), values)
