@@ -17,6 +17,9 @@ WIDTHS = (2, 3, 4, 8, 32)
 LOSSLESS = 32
 MANTISSAS = {f"m{bits}": bits for bits in range(1, 8)}
 """Bits of the mantissa, by the widths of state on a floating grid."""
+AUTO, AUTO_STATE, AUTO_DROPPED = "auto", "m3", "m1"
+"""The width of state that goes by its optimizer; what that is for most state, and for what is stored without its small
+values."""
 LOSSLESS_BELOW_BYTES = 16 << 10
 WITHOUT_EXPECTATION = 8
 
@@ -144,13 +147,13 @@ def match_pattern(patterns: Mapping[str, T], table: str) -> T | None:
 class StateWidths:
     """How many bits the values of row-wise optimizer state get.
 
-    `given`: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (so many bits of the mantissa), or a mapping from patterns
-    of ``TABLE/SLOT`` to these; a pattern without ``/`` means all slots of the tables that it fits. There is no
-    ``"auto"``: the paper counts restores for weights alone.
+    `given`: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (so many bits of the mantissa), ``"auto"`` (by
+    its optimizer), or a mapping from patterns of ``TABLE/SLOT`` to these; a pattern without ``/`` means all slots of
+    the tables that it fits.
     """
 
     def __init__(self, given: StateBits = LOSSLESS) -> None:
-        _check_widths("state_bits", given, "'user*/exp_avg'", words=tuple(MANTISSAS))
+        _check_widths("state_bits", given, "'user*/exp_avg'", words=(*MANTISSAS, AUTO))
         self._width = LOSSLESS if isinstance(given, Mapping) else given
         self._by_pattern = dict(given) if isinstance(given, Mapping) else {}
         self._unmatched = {pattern for pattern in self._by_pattern if "/" in pattern}
@@ -158,7 +161,8 @@ class StateWidths:
     @property
     def quantized(self) -> set[int | str]:
         """The widths that rows may get, without lossless."""
-        return {self._width, *self._by_pattern.values()} - {LOSSLESS}
+        given = {self._width, *self._by_pattern.values()}
+        return given - {LOSSLESS, AUTO} | ({AUTO_STATE, AUTO_DROPPED} if AUTO in given else set())
 
     def check_tables(self, tables: Sequence[str]) -> None:
         """Refuse patterns that fit no table. Slots are not checked: optimizers make them at their first step."""

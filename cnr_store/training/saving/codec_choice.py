@@ -22,6 +22,9 @@ from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
 from cnr_store.policies.lattices import AutoLattice, Trial, auto_fineness
 from cnr_store.policies.widths import (
+    AUTO,
+    AUTO_DROPPED,
+    AUTO_STATE,
     LOSSLESS,
     LOSSLESS_BELOW_BYTES,
     MANTISSAS,
@@ -215,19 +218,29 @@ class CodecChoice:
             return self._uniform
         return LatticeRows(self._fineness.rms_step, relative=True)
 
-    def state_codec_for(self, table: str, slot: str, nbytes: int, element: str) -> RowCodec:
+    def may_drop(self, table: str, slot: str, nbytes: int, element: str) -> bool:
+        """Whether an array of optimizer state is stored by what its optimizer does with it: see `Moments`."""
+        return element in QUANTIZABLE and self._state.of(table, slot, nbytes) == AUTO
+
+    def state_codec_for(
+        self, table: str, slot: str, nbytes: int, element: str, *, is_dropped: bool = False
+    ) -> RowCodec:
         """The codec of an array of optimizer state beside a table's rows.
 
         Element types that can't be quantized, such as integers, are lossless, even if a pattern names them. Floating
         grids are relative where the rows of a large table of that name are.
+
+        `is_dropped`: whether it is stored without its small values.
         """
         is_relative = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES)) is not None
-        key = table, slot, nbytes, element, is_relative
+        key = table, slot, nbytes, element, is_relative, is_dropped
         chosen = self._chosen.get(key)
         if chosen is None:
             width = self._state.of(table, slot, nbytes)
             if width == LOSSLESS and nbytes >= LOSSLESS_BELOW_BYTES and self._auto_widths:
                 width = self._fineness.state_bits
+            elif width == AUTO:
+                width = AUTO_DROPPED if is_dropped else AUTO_STATE
             chosen = self._chosen[key] = _state_codec(width, element, is_relative)
         return chosen
 

@@ -40,6 +40,8 @@ from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.snapshot import Snapshot, add_fused, take_snapshot
+from cnr_store.training.tracking.moments import dropping
+from cnr_store.training.tracking.moments import merge as merge_moments
 from cnr_store.writing.lineage import Lineage
 
 log = logging.getLogger("cnr_store")
@@ -199,6 +201,7 @@ class Coordinator:
             "state": [hashlib.sha256(dumps(part)).hexdigest() for part in ready.snapshot.parts.values()],
             "moved": self._layout.say(ready.snapshot.arrays),
             "unsafe": dict(ready.snapshot.unsafe),
+            "moments": self._saves.planner.judge(ready.snapshot.arrays),
             "dense_bytes": ready.snapshot.own_shared_bytes,
             "folded": None if folded is None else [folded.version, folded.bytes],
             "settings": {
@@ -250,7 +253,8 @@ class Coordinator:
         self._folded = None
         if agreed["moved"]:
             self._layout.settle()
-        snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
+        arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
+        snapshot.arrays = dropping(arrays, agreed["moments"])
         snapshot.unsafe, snapshot.dense_bytes = dict(agreed["unsafe"]), agreed["dense_bytes"]
         if self._group.rank == 0:
             self._saves.tracker.warn(snapshot.unsafe)
@@ -277,6 +281,7 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "folded": first["folded"],
         "moved": any(doc["moved"] for doc in said),
         "unsafe": merge_reasons(said),
+        "moments": merge_moments([doc["moments"] for doc in said]),
         "dense_bytes": first["dense_bytes"],
         "settings": {name: each for doc in said for name, each in doc["settings"].items()},
     }

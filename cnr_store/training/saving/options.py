@@ -98,7 +98,14 @@ def codec_of(codecs: CodecChoice, array: RowArray) -> RowCodec:
     """The codec of an array."""
     if array.is_weight:
         return codecs.codec_for(array.table.name, array.nbytes)
-    return codecs.state_codec_for(array.table.name, array.slot, array.nbytes, array.element)
+    own = array.table.name, array.slot, array.nbytes, array.element
+    return codecs.state_codec_for(*own, is_dropped=array.drop is not None)
+
+
+def may_drop(codecs: CodecChoice, array: RowArray) -> bool:
+    """Whether an array is state that is stored by what its optimizer does with it."""
+    own = array.table.name, array.slot, array.nbytes, array.element
+    return not array.is_weight and codecs.may_drop(*own)
 
 
 def row_bytes(codecs: CodecChoice, array: RowArray) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cnr_codecs import RowCodec
 from cnr_store.format.record import Record
 from cnr_store.policies.past import SINCE, DeltaBytes, Since
 from cnr_store.policies.policy import Decision, Offer, decide
@@ -19,7 +20,7 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.copies import Copies, Keeps
 from cnr_store.training.saving.explanation import Explanation, How, explained
-from cnr_store.training.saving.options import Options, codec_of, row_bytes
+from cnr_store.training.saving.options import Options, codec_of, may_drop, row_bytes
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import (
     Snapshot,
@@ -38,6 +39,7 @@ from cnr_store.training.saving.tally import (
 )
 from cnr_store.training.tracking.bitmap import count
 from cnr_store.training.tracking.comparison import Comparison
+from cnr_store.training.tracking.moments import Factors, Moments
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.row_codes import CodeCache, Known, relative_codec
@@ -63,7 +65,7 @@ class Planner:
         self._costs = options.costs
         self._tally = tally
         self._code_cache, self._delta_bytes = CodeCache(), DeltaBytes()
-        self._comparison = Comparison()
+        self._comparison, self._moments = Comparison(), Moments(trained.slot_names)
         # What arrays are compared with: the last version, or their whole one, which later deltas depend on.
         self._parents: Since = "previous" if options.policy in ("consecutive", "auto") else "baseline"
         keeps: Keeps = (
@@ -152,6 +154,15 @@ class Planner:
             since_whole = {path: np.zeros_like(rows) for path, rows in since_whole.items()}
         self._past = self.lineage.folded(version, nbytes), since_whole
 
+    def judge(self, arrays: Sequence[RowArray]) -> dict[str, Factors | None]:
+        """Which values of first moments the next version is to be without: see `Moments.judge`."""
+        wanted = {array.path for array in arrays if may_drop(self._codecs, array)}
+        return self._moments.judge(arrays, wanted, self._codec_of) if wanted else {}
+
+    def _codec_of(self, array: RowArray) -> RowCodec:
+        line = self.lineage.lines.get(array.path)
+        return keep_step(codec_of(self._codecs, array), line.lattice if line else None)
+
     def compare(self, arrays: Iterable[RowArray], unsafe: Collection[str], full: bool) -> Bitmaps:
         """The changed rows of tables of which hooks can't tell them, by what is known of the rows stored.
 
@@ -198,7 +209,7 @@ class Planner:
         line = self.lineage.lines.get(array.path)
         if line is None or not continues(array, line):
             return None
-        codec = keep_step(codec_of(self._codecs, array), line.lattice)
+        codec = self._codec_of(array)
         shape = array.table.local_rows, array.local_columns
         return self._code_cache.find(
             array.path, codec, line.base(self._parents), array.table.first_row, shape

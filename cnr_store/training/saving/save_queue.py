@@ -33,6 +33,7 @@ from cnr_store.training.saving.planner import Planner
 from cnr_store.training.saving.snapshot import Snapshot
 from cnr_store.training.saving.tally import ArrayOf, Taken, Tally
 from cnr_store.training.tracking.audit import Audit
+from cnr_store.training.tracking.moments import dropping
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.patience import Patience
@@ -193,7 +194,7 @@ class SaveQueue:
                     name: rows | taken.dirty[name] if taken.dirty[name].shape == rows.shape else rows
                     for name, rows in dirty.items()
                 }
-        unsafe = tracker.whole_reasons()
+        arrays, unsafe = dropping(arrays, self.planner.judge(arrays)), tracker.whole_reasons()
         compared = self.planner.compare(arrays, unsafe, full=False)
         taken = Taken([ArrayOf(each.path, each.table) for each in arrays], dirty, compared)
         explained = self.planner.explain(taken, arrays, tracker.ways(), unsafe)

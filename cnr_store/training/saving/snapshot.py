@@ -136,9 +136,9 @@ class Staging:
         """Copy the rows `ids` (None for all) of those that this process holds, or leave them in the model.
 
         `ids` count from the first row held. They stay in the model if there is no room. With `codec`, a device that
-        has the array in one piece encodes them.
+        has the array in one piece encodes them, unless some values are dropped.
         """
-        if len(array.parts) == 1:
+        if len(array.parts) == 1 and array.drop is None:
             room, tensor = self.limit_bytes - self._used_bytes, array.parts[0].tensor
             encoded = encode_staged(array.path, codec, tensor, ids, room)
             if encoded is not None:

@@ -120,7 +120,7 @@ class SmallTables:
 
 
 def _is_plain(array: RowArray) -> bool:
-    if type(array.table) is not Table or len(array.parts) != 1:
+    if type(array.table) is not Table or len(array.parts) != 1 or array.drop is not None:
         return False
     tensor = array.parts[0].tensor
     return (
