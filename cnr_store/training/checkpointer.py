@@ -82,9 +82,9 @@ class Checkpointer:
         Its `nn.Embedding` and `nn.EmbeddingBag` weights are stored by rows, everything else whole.
     optimizer
         An optimizer, a list of optimizers, or None, as they are or as Accelerate or Fabric has wrapped them.
-        Optimizers decide which rows may change without a lookup, and their state is saved. With None, steps of any
-        `torch.optim.Optimizer` are seen all the same, rows looked up in an interval are saved after it and after the
-        next one, and other changes that torch counts make their table whole.
+        Their classes and settings decide which rows a step may change, and their state is saved. With None, steps of
+        any `torch.optim.Optimizer` are seen all the same. A table that gradients are computed of, and no such step
+        changes, is compared.
     policy
         When a version is whole: ``full``, ``one-shot``, ``consecutive``, ``intermittent``, or ``auto``, which decides
         at each save by cost.
@@ -135,7 +135,7 @@ class Checkpointer:
         ``one-shot`` and ``intermittent`` only the versions in which its tables were last whole.
     trusted_optimizers
         Optimizer classes of your own whose steps change no row without a gradient. Tables under other classes that are
-        unknown here are saved whole.
+        unknown here are compared.
     on_failure
         What the next `save` does about one that failed in the background, and whose result nobody asked for: ``raise``
         its error, or go on with the rows of both (``log``). Each failure is logged. `close` raises that of the last

@@ -81,10 +81,10 @@ MUTANTS = [
         f"{STORE}/training/saving/test_overlap_interrupts.py",
     ),
     Mutant(
-        "a row looked up may be updated in the next interval",
+        "what has a gradient may be updated in the next interval",
         "cnr_store/training/tracking/table_tracker.py",
-        "self.carried_over = flagged if carry_over else empty_bitmap(rows)",
-        "self.carried_over = empty_bitmap(rows)",
+        "self._old_gradient, self._new_gradient = self._new_gradient, False",
+        "self._old_gradient, self._new_gradient = False, False",
         f"{STORE}/training/tracking/test_tracker.py {STORE}/training/tracking/test_tracker_holes.py",
     ),
     Mutant(

@@ -114,12 +114,3 @@ class RowBits:
             self.there.zero_()
         elif self.host is not None:
             self.host[0].fill(0)
-
-    def take(self) -> Bitmap:
-        """The bits in host memory of their own; none is set here afterwards."""
-        taken = self.read()
-        if self.there is not None:
-            self.there.zero_()
-        else:
-            self.host = _host_memory(self.rows)
-        return taken

@@ -18,12 +18,7 @@ from torch.optim import Optimizer
 
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking import bitmap
-from cnr_store.training.tracking.optimizer_rules import (
-    Classes,
-    max_version_bumps,
-    may_move_untouched_rows,
-    written_slots,
-)
+from cnr_store.training.tracking.optimizer_rules import Classes, may_move_untouched_rows, written_slots
 from cnr_store.training.tracking.table_tracker import TableTracker
 from cnr_store.training.tracking.version_counter import Counters
 
@@ -36,7 +31,7 @@ _pointer_of, _strides_of, _storage_of = _TensorBase.data_ptr, _TensorBase.stride
 _layout_of, _nbytes_of, _is_cpu = (
     getattr(_TensorBase, name).__get__ for name in ("layout", "nbytes", "is_cpu")
 )
-_is_contiguous, _size_of, _is_negated = _TensorBase.is_contiguous, _TensorBase.numel, _TensorBase.is_neg
+_is_contiguous, _size_of = _TensorBase.is_contiguous, _TensorBase.numel
 _indices_of, _sparse_dims_of = _TensorBase._indices, _TensorBase.sparse_dim
 _shape_of, _known_version, _cdata = attrgetter("shape"), attrgetter("version"), attrgetter("_cdata")
 _WORD_BYTES = 4  # of the kernel for dense gradients
@@ -50,7 +45,6 @@ class StepPass:
 
     `stepped`: the tables.
 
-    `stepped`: the same.
     `others`: those of them that are not plain, and always need a closer look.
     """
 
@@ -138,9 +132,7 @@ class StepPass:
         return [tracker for table, tracker in enumerate(self._trackers) if table not in left]
 
     def before(self, optimizer: Optimizer) -> Stepped:
-        """Note which tables have a gradient, and return those that may have changed since the last step."""
-        for tracker, gradient in zip(self._trackers, map(_gradient_of, self._parameters), strict=True):
-            tracker.had_gradient = gradient is not None
+        """The tables that may have changed since the last step."""
         tensors, versions = self._look(optimizer)
         if tensors is None:
             return self._all
@@ -217,7 +209,7 @@ class StepPass:
                 continue
             if not self._noted[table]:
                 self._trackers[table].note_step(optimizer)
-                self._noted[table] = True
+                self._noted[table] = self._trackers[table].has_optimizer
             if table not in left:
                 gradients.append(gradient)
                 tables.append(table)
@@ -232,7 +224,6 @@ class StepPass:
         if layouts == {torch.strided}:
             addresses = np.fromiter(map(_pointer_of, gradients), np.int64, len(gradients))
             is_plain = not (addresses % _WORD_BYTES).any() and all(map(_is_contiguous, gradients))
-            is_plain = is_plain and not any(map(_is_negated, gradients))  # in memory, their -0.0 is a 0.0
             if not is_plain or list(map(_nbytes_of, gradients)) != [self._nbytes[table] for table in tables]:
                 return False
             self._mark_dense(tables, addresses)
@@ -255,8 +246,7 @@ class StepPass:
             if type(gradient) is torch.Tensor and gradient.is_cpu:
                 if gradient.layout is torch.strided:
                     address, is_whole = gradient.data_ptr(), gradient.nbytes == self._nbytes[table]
-                    is_plain = gradient.is_contiguous() and not gradient.is_neg()
-                    if is_whole and is_plain and not address % _WORD_BYTES:
+                    if is_whole and gradient.is_contiguous() and not address % _WORD_BYTES:
                         dense += table, address
                         continue
                 elif gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1 and gradient._nnz():
@@ -305,8 +295,7 @@ def _is_plain(tracker: TableTracker) -> bool:
 
 
 def _is_special(optimizer: Optimizer, position: int, dtype: torch.dtype, trusted: Classes) -> bool:
-    """Whether a step may move rows without a gradient, or changes tables otherwise than once, counted."""
+    """Whether a step may move rows without a gradient, or change tables otherwise than once, counted."""
     return (
-        max_version_bumps(optimizer, position, trusted) != 1
-        or may_move_untouched_rows(optimizer, position, dtype, trusted) is not None
+        type(optimizer) in trusted or may_move_untouched_rows(optimizer, position, dtype, trusted) is not None
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from cnr_store.training.distributed.dtensors import local_of
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import DTensorTable, SpreadTable, Table
-from cnr_store.training.tracking.bitmap import Bitmap, empty_bitmap, full_bitmap
+from cnr_store.training.tracking.bitmap import Bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.training.tracking.version_counter import (
     Counters,
@@ -25,18 +25,16 @@ from cnr_store.training.tracking.version_counter import (
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
 )
-LOADED = "a state dict was loaded into it"
 STATE_OUTSIDE = "what an optimizer keeps for its rows was changed outside steps"
-_OUT_OF_RANGE = "an id out of range was looked up"
 _RESIZED = "its number of rows changed"
+_OUT_OF_RANGE = "an id out of range was looked up"
 _OTHER_PROCESSES = (
     "it, or what an optimizer keeps for its rows, is in memory shared with other processes, whose lookups and steps "
     "are not seen here"
 )
-
-
-Place = tuple[nn.Parameter, int, int, Bitmap]
-"""A parameter, the address and rows of its bitmap for `mark_at`, and the bitmap, so that its memory is kept."""
+_STEP_UNSEEN = (
+    "gradients of it were computed, and no step was seen; give Checkpointer the optimizer that trains it"
+)
 
 
 class TableTracker:
@@ -49,106 +47,64 @@ class TableTracker:
     `optimizers`: those whose state is saved with the table.
 
     `bits`: rows flagged in this interval.
-    `carried_over`: rows flagged before this interval: looked up in the last one, or given back by a failed save.
-    `place`: what `find_place` found in this interval; None if it is to be called.
-    `had_gradient`: whether the parameter had a gradient before the last step.
+    `carried_over`: rows that a failed save gave back; None if there are none.
+    `had_gradient`: whether the parameter had a gradient before the last step of a trusted class.
     `has_optimizer`: whether one of `optimizers` updates the table.
     `whole`: why the rows that changed in this interval are not known; None if they are.
     """
 
-    # Read at each lookup, for each table: without a dictionary there is less memory to wait for.
-    __slots__ = (
-        "_carries",
-        "_counter",
-        "_optimizers",
-        "_slot_counters",
-        "_stepped_by_given",
-        "_stepped_by_other",
-        "bits",
-        "carried_over",
-        "had_gradient",
-        "has_optimizer",
-        "place",
-        "table",
-        "whole",
-    )
-
     def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
         self._optimizers = list(optimizers)
-        self.has_optimizer = self.had_gradient = False
-        self.place: Place | None = None
+        self.has_optimizer = False
         self.bits = RowBits(table.local_rows, table.parameter.device)
         self._counter = counter_of(table.parameter)
         self._slot_counters = {
             id(each): SlotCounters(row_slots(each, table.parameter)) for each in optimizers
         }
+        self._new_gradient = self.had_gradient = False
+        self._watched: torch.Tensor | None = None
         self.begin_interval()
 
     def flagged(self, whole: bool) -> Bitmap:
-        """All rows, or those flagged in this interval or carried over into it; in memory of its own."""
+        """All rows, or those flagged in this interval or given back in it; in memory of its own."""
         if whole:
             return full_bitmap(self.table.local_rows)
-        return self.bits.read() | self.carried_over if self._carries else self.bits.read().copy()
+        bits = self.bits.read()
+        return bits.copy() if self.carried_over is None else bits | self.carried_over
 
-    def begin_interval(self, carry_over: bool = False) -> None:
-        """Begin a new interval; with `carry_over`, the rows flagged in the last one are flagged in this one too.
+    def begin_interval(self, is_settled: bool = False) -> None:
+        """Begin a new interval. The table may have got another size or device since, unless it `is_settled`.
 
-        The table may have got another size or device since.
+        A table that is settled has its size, its device and its counters, and no change to acknowledge.
         """
         rows, device = self.table.local_rows, self.table.parameter.device
-        self.place = None  # before its memory is taken
-        flagged = full_bitmap(rows) if self.resized else self.bits.take()
-        # Before the bits: were this interrupted, the table would still count as resized.
-        self._carries = True
-        self.carried_over = flagged if carry_over else empty_bitmap(rows)
-        if (self.bits.rows, self.bits.device) != (rows, device):
+        if is_settled or (self.bits.rows, self.bits.device) == (rows, device):
+            self.bits.clear()
+        else:
             self.bits = RowBits(rows, device)
-        self.place = None  # again: a lookup on another thread may have found it meanwhile
-        self._begin()
-        self.acknowledge_all()
-
-    def find_place(self) -> Place | None:
-        """Where lookups by int64 ids in host memory flag rows; None if the table is no plain one there."""
-        host = self.bits.host
-        if host is None or isinstance(self.table, DTensorTable):
-            return None
-        found = self.place = self.table.parameter, host[1], self.bits.rows, host[0]
-        if self.bits.host is not host:  # taken meanwhile, on another thread
-            self.place = None
-        return found
-
-    def begin_next(self) -> None:
-        """`begin_interval` of a table that has its size, its device and its counters, and no change to acknowledge."""
-        self.bits.clear()
-        if self._carries:
-            self.carried_over, self._carries = np.zeros_like(self.carried_over), False
-        self._begin()
-
-    def _begin(self) -> None:
+        self.carried_over: Bitmap | None = None
         self.whole: str | None = None
         self._stepped_by_given, self._stepped_by_other = False, ""
-
-    @property
-    def updates_unseen(self) -> bool:
-        """Whether rows looked up in one interval may change in the next one without another sign."""
-        is_fused = isinstance(self.table, SpreadTable) and self.table.is_fused
-        return not self.has_optimizer and not is_fused
+        # What had a gradient before the save may be stepped after it.
+        self._old_gradient, self._new_gradient = self._new_gradient, False
+        if not is_settled:
+            self.acknowledge_all()
 
     @property
     def whole_reason(self) -> str | None:
-        """Why the table is saved whole if the interval ends now; None if the rows that changed are flagged."""
+        """Why the rows that changed are not known if the interval ends now; None if they are flagged."""
         table = self.table
         return (
             self.whole
-            or (table.shared_with and f"its memory is shared with {', '.join(table.shared_with)}")
+            or self._shared
             or (
                 table.parameter.is_inference()
                 and "it was made in inference mode, where torch counts no changes"
             )
             or (self.is_in_shared_memory and _OTHER_PROCESSES)
-            or self._replaced_optimizer
-            or self._moved_by_fused
+            or self._unknown_steps
+            or (self.is_fused and self.table.sharded.moves_untouched_rows())  # type: ignore[attr-defined]
             or (self.resized and _RESIZED)
             or (self.bits.saw_outside and _OUT_OF_RANGE)
             or (self.changes > 0 and OUTSIDE)
@@ -159,7 +115,21 @@ class TableTracker:
     @property
     def is_declared_whole(self) -> bool:
         """Whether `whole_reason` has one that neither its memory nor its counters tell."""
-        return self.whole is not None or bool(self.table.shared_with) or self._replaced_optimizer is not None
+        return (self.whole or self._shared or self._unknown_steps) is not None
+
+    @property
+    def _shared(self) -> str | None:
+        """Why steps are not all that changes the table."""
+        if self.table.shared_with:
+            return f"its memory is shared with {', '.join(self.table.shared_with)}"
+        if any(module.max_norm is not None for module in self.table.modules):
+            return "its module has max_norm, so lookups change rows"
+        return None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the rows change in the backward pass, and lookups flag them."""
+        return isinstance(self.table, SpreadTable) and self.table.is_fused
 
     @property
     def is_in_shared_memory(self) -> bool:
@@ -172,20 +142,18 @@ class TableTracker:
         )
 
     @property
-    def _replaced_optimizer(self) -> str | None:
-        """Why the state that is saved beside the rows is not that of the optimizer in use."""
-        if not self.has_optimizer or self._stepped_by_given or not self._stepped_by_other:
+    def _unknown_steps(self) -> str | None:
+        """Why it is not known what trains the table, or not the optimizer whose state is saved beside the rows."""
+        if not self.has_optimizer and not self.is_fused:
+            # Gradients of the parts that ranks hold come past the hook.
+            is_trained = isinstance(self.table, DTensorTable) and self.table.parameter.requires_grad
+            return _STEP_UNSEEN if is_trained or self._new_gradient or self._old_gradient else None
+        if self._stepped_by_given or not self._stepped_by_other:
             return None
         return (
             f"a step of another {self._stepped_by_other} than the optimizer given updated it, so the optimizer state "
             "that is saved may be out of use; make a new checkpointer with all optimizers that train"
         )
-
-    @property
-    def _moved_by_fused(self) -> str | None:
-        if isinstance(self.table, SpreadTable) and self.table.is_fused:
-            return self.table.sharded.moves_untouched_rows()
-        return None
 
     @property
     def resized(self) -> bool:
@@ -204,7 +172,7 @@ class TableTracker:
 
     def explain_changes(self, find: Callable[[], torch.Tensor | None]) -> None:
         """Flag the rows that `find` says were changed, if it can, where the reason to be whole is that nothing does."""
-        stays = self.changes == math.inf or self.whole_reason not in (OUTSIDE, LOADED)
+        stays = self.changes == math.inf or self.whole_reason != OUTSIDE
         if not stays and (rows := find()) is not None:
             self.mark(rows)
             self.whole = None
@@ -283,8 +251,22 @@ class TableTracker:
         """Flag the rows that `gradient`, of the parameter's shape, may change."""
         self.bits.mark_gradient(local_of(gradient))
 
+    def watch_gradients(self) -> RemovableHandle | None:
+        """Note from now on that gradients were computed, as a step may come that is not seen; None if that is so."""
+        parameter = self.table.parameter
+        if self._watched is parameter or not parameter.requires_grad:
+            return None
+        self._watched = parameter
+        register: Any = parameter.register_post_accumulate_grad_hook
+        handle: RemovableHandle = register(self._note_gradient)
+        return handle
+
+    def _note_gradient(self, _parameter: torch.Tensor) -> None:
+        self._new_gradient = True
+
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step of `optimizer` updated the table."""
+        self._new_gradient = self._old_gradient = False
         if any(optimizer is each or optimizer.state is each.state for each in self._optimizers):
             self._stepped_by_given = True
         else:
@@ -297,9 +279,10 @@ class TableTracker:
 
     def give_back(self, flagged: Bitmap) -> None:
         """Flag the rows of a packed bitmap that `Tracker.swap` returned."""
-        if flagged.shape == self.carried_over.shape and not self.resized:
-            self._carries = True
-            # Sizes that differ by less than a byte look alike; no bit past the last row may be set.
-            self.carried_over = (self.carried_over | flagged) & full_bitmap(self.table.local_rows)
-        else:
+        rows = self.table.local_rows
+        if self.resized or flagged.size != (rows + 7) // 8:
             self.make_whole("its number of rows changed since a save that failed")
+            return
+        # Sizes that differ by less than a byte look alike; no bit past the last row may be set.
+        flagged = flagged & full_bitmap(rows)
+        self.carried_over = flagged if self.carried_over is None else self.carried_over | flagged

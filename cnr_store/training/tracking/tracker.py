@@ -1,19 +1,19 @@
 """Knows which rows of each table may have changed since the last save, or that it can't know.
 
-Two kinds of hooks flag rows. Forward hooks flag every id looked up. Step hooks flag each row that an optimizer had a
-gradient for. They also compare the version counters, which torch raises at each change in place, of the parameter and
-of what the given optimizers keep for its rows: a change that no hook explains makes the table *whole*, so that all its
-rows are saved.
+Hooks around the steps of optimizers flag each row that a step had a gradient for. They also compare the version
+counters, which torch raises at each change in place, of the parameter and of what the given optimizers keep for its
+rows. A change that no gradient explains makes the table *whole*: all its rows are compared with what is stored, or
+written where nothing is known of that.
 
-A row looked up before a save may be updated after it. If a given optimizer owns the table, the step itself flags the
-row, in whatever order forwards, backwards, steps and saves come: batches in a pipeline, gradients accumulated over
-many. For other tables a step may go unseen; there every row looked up in one interval is flagged in the next one, too.
-That is for changes that torch does not count. No lookup explains one that torch counts, but for those of ``max_norm``.
+A row looked up before a save may be updated after it, and the step itself flags it then: in whatever order forwards,
+backwards, steps and saves come. Tables that no given optimizer owns may be updated by what is no optimizer of torch.
+So they are whole if gradients of them were computed, in this interval or in the one before, and no step was seen since.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,30 +27,26 @@ from cnr_store.training.distributed.torchrec import ShardedModule
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
-from cnr_store.training.tracking.hooks import (
-    ShardedLookups,
-    add_step_listener,
-    hook_lookups,
-    is_in_step,
-    remove_step_listener,
-)
+from cnr_store.training.tracking.hooks import ShardedLookups, add_step_listener, remove_step_listener
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
     may_move_untouched_rows,
+    most_changes,
     unclear_state,
-    uncounted_groups,
+    written_slots,
 )
-from cnr_store.training.tracking.stepped_tables import SteppedTables, settle_step
+from cnr_store.training.tracking.stepped_tables import SteppedTables
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 
 log = logging.getLogger("cnr_store")
+_UNENDED = "a step with a closure did not end, and may have changed any row"
 
 
 class Tracker:
     """Flags the rows of tables that may have changed, from one `swap` to the next.
 
-    Lookups, steps, `swap`, `restore` and `clear` belong to the training thread. Replays of a captured CUDA graph run no
-    hooks: `mark` their rows.
+    Steps, `swap`, `restore` and `clear` belong to the training thread. Replays of a captured CUDA graph run no hooks:
+    `mark` their rows.
 
     `tables`: from `tables.find_tables`.
     `optimizers`: those that update the tables. Steps of other optimizers are seen, too.
@@ -74,16 +70,14 @@ class Tracker:
         self._trusted = trusted
         self._trackers = {table.name: TableTracker(table, self._optimizers) for table in tables}
         self._stepped = SteppedTables(self._trackers.values(), self._optimizers)
-        # With the tables that the step changes uncounted, because settings may change before it is seen to end.
-        self._begun: weakref.WeakKeyDictionary[Optimizer, list[str]] = weakref.WeakKeyDictionary()
         self._logged: set[tuple[str, str]] = set()
+        self._hooks = ExitStack()
+        self._hooked: weakref.WeakSet[torch.Tensor] = (
+            weakref.WeakSet()
+        )  # parameters whose gradients are noted
         self._find_owners()
-        hooks = ExitStack()
-        for tracker in self._trackers.values():
-            for module in tracker.table.modules:
-                hook_lookups(module, tracker, hooks)
-        self._sharded = ShardedLookups(sharded, list(self._trackers.values()), hooks)
-        self._close = weakref.finalize(self, hooks.close)
+        self._sharded = ShardedLookups(sharded, list(self._trackers.values()), self._hooks)
+        self._close = weakref.finalize(self, self._hooks.close)
         add_step_listener(self)
 
     def close(self) -> None:
@@ -95,34 +89,30 @@ class Tracker:
 
     def before_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Look for changes that no step made, before `optimizer` makes its own."""
-        begun = [optimizer] if optimizer in self._begun and not is_in_step(optimizer) else []
-        for name, reason in self._unfinished(begun).items():
-            self._trackers[name].make_whole(reason)
-        # The tables that it changes uncounted, with the present settings. Of others, version counters tell.
-        groups = uncounted_groups(optimizer, self._trusted, has_closure)
-        stepped = self._stepped.by(optimizer) if groups else []
-        self._begun[optimizer] = [tracker.table.name for position, tracker in stepped if position in groups]
-        for tracker in self._stepped.sharing(optimizer):
-            tracker.make_whole(
-                f"a step of {type(optimizer).__name__} changed another parameter over its memory"
-            )
-        # Such a step may set its gradient to zero, or raise after its update; a fused one may round it to zero.
-        marks = type(optimizer) in self._trusted or getattr(optimizer, "grad_scale", None) is not None
+        self._stepped.note_step(optimizer)
+        trusts = type(optimizer) in self._trusted
         every = self._stepped.pass_over(optimizer)
-        self._stepped.check_sums(optimizer, every.stepped)
         left = every.before(optimizer)
         if left is not every.others:
             self._stepped.renew_pass(optimizer)
-        for _position, tracker in every.stepped if marks else left:
-            tracker.had_gradient = tracker.table.parameter.grad is not None
+        for _position, tracker in every.stepped if trusts else left:
             if tracker.changes:
                 tracker.make_whole(OUTSIDE)
                 tracker.acknowledge()
             if tracker.slot_changes(optimizer):
                 tracker.make_whole(STATE_OUTSIDE)
                 tracker.acknowledge_slots(optimizer)
-            if marks and not tracker.resized and (gradient := tracker.table.parameter.grad) is not None:
-                tracker.mark_gradient(gradient)
+            if trusts:
+                self._before_trusted(tracker, has_closure)
+
+    def _before_trusted(self, tracker: TableTracker, has_closure: bool) -> None:
+        """Flag rows now: the step may set its gradient to zero, or raise after its update."""
+        gradient = tracker.table.parameter.grad
+        tracker.had_gradient = gradient is not None
+        if gradient is not None and not tracker.resized:
+            tracker.mark_gradient(gradient)
+        if has_closure:  # its gradients are not there yet
+            tracker.make_whole(OUTSIDE if tracker.whole is _UNENDED else _UNENDED)
 
     def after_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Flag the rows that the step had gradients for."""
@@ -130,22 +120,43 @@ class Tracker:
         left = every.after(optimizer, self._trusted)
         if left is not every.others:
             self._stepped.renew_pass(optimizer)
-        settle_step(optimizer, left, self._trusted, has_closure)
-        self._begun.pop(optimizer, None)
+        for position, tracker in left:
+            self._settle(optimizer, position, tracker, has_closure)
 
-    def _unfinished(self, begun: Iterable[Optimizer]) -> dict[str, str]:
-        """Why tables are whole that a step may have changed uncounted, as it began and was not seen to end."""
-        return {
-            name: f"a step of {type(optimizer).__name__} did not end, and may have changed any row"
-            for optimizer in begun
-            for name in self._begun[optimizer]
-        }
+    def _settle(self, optimizer: Optimizer, position: int, tracker: TableTracker, has_closure: bool) -> None:
+        """Flag the rows of one table that a step had gradients for.
+
+        A trusted class may have changed the table uncounted, and removed the gradient: its own or its closure's.
+        """
+        parameter, trusted = tracker.table.parameter, self._trusted
+        gradient = parameter.grad
+        changes = max(tracker.changes, tracker.slot_changes(optimizer, written_slots(optimizer, trusted)))
+        may_have_had = False
+        if type(optimizer) in trusted:
+            may_have_had = tracker.had_gradient or (has_closure and parameter.requires_grad)
+            if tracker.whole is _UNENDED:
+                tracker.whole = None
+        if gradient is None and not changes and not may_have_had:
+            return
+        tracker.note_step(optimizer)
+        if reason := may_move_untouched_rows(optimizer, position, parameter.dtype, trusted):
+            tracker.make_whole(reason)
+        elif tracker.resized or gradient is None or changes > most_changes(optimizer, gradient, trusted):
+            beyond = f"a step of {type(optimizer).__name__} changed it by more than its gradient"
+            tracker.make_whole(OUTSIDE if math.isinf(tracker.changes) else beyond)
+        else:
+            tracker.mark_gradient(gradient)
+        # Last: were this interrupted, the changes would still need an explanation.
+        tracker.acknowledge()
+        tracker.acknowledge_slots(optimizer)
 
     def _find_owners(self) -> None:
         """Note which tables the given optimizers own; parameter groups may be added at any time."""
         owned = {id(tracker) for optimizer in self._optimizers for _, tracker in self._stepped.by(optimizer)}
         for tracker in self._trackers.values():
             tracker.has_optimizer = id(tracker) in owned
+            if not tracker.has_optimizer and (handle := tracker.watch_gradients()):
+                self._hooks.callback(handle.remove)
 
     # What a checkpointer calls
 
@@ -164,7 +175,6 @@ class Tracker:
         held = rows[(rows >= first) & (rows < first + tracker.table.local_rows)]
         if held.numel():
             tracker.mark(held - first)
-            self._stepped.check_rows(tracker, held - first)
         if tracker.replaced:
             tracker.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         tracker.acknowledge_all()
@@ -193,12 +203,13 @@ class Tracker:
         self.adopt_replaced()
         self._find_owners()
         self._sharded.check()
-        by_optimizers = self._moved_by_settings() | self._unfinished(list(self._begun))
+        overwritten, moved = self._stepped.overwritten(), self._moved_by_settings()
         unchanged = set(map(id, self._stepped.unchanged(self._optimizers)))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
             known = id(tracker) in unchanged and not tracker.is_declared_whole
-            if (reason := (None if known else tracker.whole_reason) or by_optimizers.get(name)) is not None:
+            own = None if known else tracker.whole_reason
+            if reason := overwritten.get(name) or own or moved.get(name):
                 reasons[name] = reason
         return reasons, unchanged
 
@@ -218,13 +229,8 @@ class Tracker:
 
     def ways(self) -> dict[str, str]:
         """Which rows of each table are flagged, for people."""
-        self._find_owners()
         return {
-            name: "rows with a gradient"
-            if tracker.has_optimizer
-            else "rows looked up in this interval or in the one before"
-            if tracker.updates_unseen
-            else "rows looked up"
+            name: "rows looked up" if tracker.is_fused else "rows with a gradient"
             for name, tracker in self._trackers.items()
         }
 
@@ -263,12 +269,9 @@ class Tracker:
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
-            with self._stepped.renewed(self._trackers[name] for name in whole):
+            with self._stepped.renewed():
                 for tracker in self._trackers.values():
-                    if id(tracker) in unchanged and tracker.has_optimizer:
-                        tracker.begin_next()
-                    else:
-                        tracker.begin_interval(carry_over=tracker.updates_unseen)
+                    tracker.begin_interval(is_settled=id(tracker) in unchanged)
             return flagged
         except BaseException:
             # An interrupt between two tables, say: those that have begun would forget their rows.
@@ -286,14 +289,14 @@ class Tracker:
         `slots` are those that optimizers are yet to be given, by table and key: others there count as changed.
         """
         self.adopt_replaced()
-        self._stepped.forget_all()
+        self._stepped.forget_passes()
         for tracker in self._trackers.values():
             tracker.begin_interval()
         self._sharded.acknowledge()
         for optimizer, by_table in slots:
             for name, given in by_table.items():
                 self._trackers[name].expect_slots(optimizer, given)
-        self._stepped.forget()
+        self._stepped.forget_passes()
 
     def named(self, name: str) -> TableTracker:
         """What is known of a table."""

@@ -21,11 +21,9 @@ TRUSTED: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
     "sgd_sparse": (lambda p: SGD(p, lr=0.1), True),
     "sgd": (lambda p: SGD(p, lr=0.1), False),
     "sgd_plain": (lambda p: SGD(p, lr=0.1, foreach=False), False),
-    "sgd_fused": (lambda p: SGD(p, lr=0.1, fused=True), False),
     "adagrad_sparse": (lambda p: Adagrad(p, lr=0.1), True),
     "adagrad": (lambda p: Adagrad(p, lr=0.1), False),
     "adagrad_plain": (lambda p: Adagrad(p, lr=0.1, foreach=False), False),
-    "adagrad_fused": (lambda p: Adagrad(p, lr=0.1, fused=True), False),
     "sparse_adam": (lambda p: SparseAdam(p, lr=0.1), True),
 }
 

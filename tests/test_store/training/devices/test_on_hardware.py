@@ -61,7 +61,7 @@ def test_more_than_2_to_the_31_elements(rows: int, dim: int, codec: RowCodec) ->
     bits.mark(ids[::3])
     bits.mark(torch.tensor([0, len(table)], device=DEVICE))
     assert bits.saw_outside
-    assert rows_of(bits.take(), len(table)).tolist() == [0, *ids[::3].tolist()]
+    assert rows_of(bits.read(), len(table)).tolist() == [0, *ids[::3].tolist()]
 
     values = gather(table, ids.cpu().numpy())
     assert values.tobytes() == table[first:].cpu().numpy().tobytes()

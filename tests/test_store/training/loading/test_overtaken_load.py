@@ -116,7 +116,7 @@ def test_a_parameter_that_was_replaced_is_stored_as_the_table_it_is(tmp_path: Pa
         with torch.no_grad():
             model.emb.weight[7] = 2
         checkpointer.touch("emb", [7])
-        assert checkpointer.save(3).result().rows == (1 if rows == ROWS else rows)
+        assert checkpointer.save(3).result().rows == 1
     loaded = Model(rows)
     cnr_store.load(url, loaded)
     assert torch.equal(loaded.emb.weight, model.emb.weight)

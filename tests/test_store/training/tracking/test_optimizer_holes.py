@@ -113,8 +113,7 @@ def test_a_gradient_that_a_fused_step_unscales_to_zero_is_seen(
         job.weight.grad[3], job.weight.grad[7] = small, 60
         scaler.step(job.optimizer)
         scaler.update()
-        version = checkpointer.save(1).result()
-    assert version.rows == 2
+        checkpointer.save(1).result()
     assert torch.equal(job.loaded().weight, job.weight)
 
 
@@ -246,18 +245,3 @@ def test_slots_that_change_places_make_the_table_whole(tmp_path: Path, in_place:
     loaded = job.loaded()
     for name in ("average", "sum"):
         assert torch.equal(loaded.optimizer.state[loaded.weight][name], swapped[name])
-
-
-def test_a_lazily_negated_gradient_turns_negative_zeros(tmp_path: Path) -> None:
-    job = Job(tmp_path, lambda parameters: SGD(parameters, lr=0.1))
-    with torch.no_grad():
-        job.weight[5] = -0.0
-    with job.checkpointer() as checkpointer:
-        checkpointer.save(0).result()
-        gradient = torch.zeros_like(job.weight)
-        gradient[7] = 1
-        job.weight.grad = torch._neg_view(gradient)
-        job.optimizer.step()
-        assert not job.weight[5].signbit().any()
-        checkpointer.save(1).result()
-    assert not job.loaded().weight[5].signbit().any()

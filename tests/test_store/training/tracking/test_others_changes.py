@@ -59,11 +59,11 @@ class Job:
 
 
 def embedding() -> nn.Embedding:
-    return nn.Embedding(ROWS, 4, max_norm=1.0)
+    return nn.Embedding(ROWS, 4, max_norm=0.01)  # less than any row has
 
 
 def bag() -> nn.EmbeddingBag:
-    return nn.EmbeddingBag(ROWS, 4, max_norm=1.0)
+    return nn.EmbeddingBag(ROWS, 4, max_norm=0.01)
 
 
 def hook(job: Job, when: str, *, prepend: bool = False) -> None:
@@ -78,7 +78,7 @@ def hook(job: Job, when: str, *, prepend: bool = False) -> None:
 @pytest.mark.parametrize("prepend", [True, False])
 @pytest.mark.parametrize("registered", ["earlier", "later"])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_lookup_with_max_norm_explains_its_own_change_alone(
+def test_what_others_change_beside_a_lookup_with_max_norm_is_saved(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     make: Make,
@@ -101,8 +101,8 @@ def test_a_lookup_with_max_norm_explains_its_own_change_alone(
         job.is_changing = True
         lookup(torch.tensor([[3]]))
         job.is_changing = False
-        assert checkpointer.save(3).result().rows == ROWS
-        assert "it was changed outside lookups and optimizer steps" in caplog.text
+        assert checkpointer.save(3).result().rows in (1, 2)  # row 7, and row 3 where its norm was rounded up
+        assert "compared with what is stored: its module has max_norm" in caplog.text
         job.assert_saved(make())
 
 

@@ -88,18 +88,6 @@ def test_the_average_of_a_table_is_whole_although_rows_were_looked_up(frozen: bo
         assert listed(swapped["teacher"]) == ALL
 
 
-def test_without_an_optimizer_only_tables_that_train_are_explained_by_lookups() -> None:
-    model = Averaged()
-    model.teacher.weight.requires_grad_(False)
-    tracker = Tracker(find_tables(model))
-    model(5, 6).backward()
-    SGD(model.student.parameters(), lr=0.1).step()
-    model.follow()
-    swapped = tracker.swap()
-    assert listed(swapped["student"]) == [5, 6]
-    assert listed(swapped["teacher"]) == ALL
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, 1000, 100_000])
 def test_memory_that_comes_back_at_the_same_address_is_other_memory(rows: int) -> None:
@@ -320,8 +308,8 @@ def test_flags_follow_a_table_that_gets_other_rows(given: bool, rows: int, other
     with torch.no_grad():
         table.weight.add_(1)
     failed.append(tracker.swap())
-    assert listed(failed[1]["weight"], rows) == [1]
-    assert listed(failed[2]["weight"], rows) in (every, [1])
+    assert listed(failed[1]["weight"], rows) == []
+    assert listed(failed[2]["weight"], rows) == every
     table.weight = nn.Parameter(torch.ones(other, 3))
     tracker.mark("weight", [other - 1])
     for flagged in failed:
@@ -387,16 +375,11 @@ def test_a_bfloat16_table_keeps_every_bit_with_lossless_rows(tmp_path: Path) -> 
     assert torch.equal(other.weight.view(torch.int16), table.weight.view(torch.int16))
 
 
-def test_max_norm_that_is_set_later_makes_the_table_whole_once() -> None:
+def test_max_norm_that_is_set_later_makes_the_table_whole() -> None:
     bench = Bench()
     bench.train(1)
     bench.table.max_norm = 0.01
     bench.forward(2)
-    assert bench.swap() == ALL
-    bench.forward(3)
-    assert bench.swap() == [3]
-    bench.write(4)
-    bench.forward(3)
     assert bench.swap() == ALL
 
 

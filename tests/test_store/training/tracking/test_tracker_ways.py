@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ SECOND = (11, 12, 13, 14, 15, 16, 17)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize(
-    "options", [{}, {"include_last_offset": True}, {"max_norm": 0.5}, {"padding_idx": 2}]
-)
+@pytest.mark.parametrize("options", [{}, {"include_last_offset": True}, {"padding_idx": 2}])
 def test_bags_padding_and_tables_that_two_modules_share(
     device: str, sparse: bool, options: dict[str, Any]
 ) -> None:
@@ -88,8 +85,9 @@ def test_bags_padding_and_tables_that_two_modules_share(
         backward(job.net(job.ids(*rows)).square().sum())
         job.step()
         bag, table = job.swap()
-        assert bag == [*rows[:3]]
-        assert {*table} == {*rows[3:]}
+        padding = {0, options.get("padding_idx", 0)}
+        assert {*bag} == {*rows[:3]} - padding
+        assert {*table} == {*rows[3:]} - {0}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,7 +96,7 @@ def test_weights_of_samples(device: str) -> None:
     weights = torch.tensor([0.5, 0.0, 2.0], device=device, requires_grad=True)
     backward(job.net(job.ids(*FIRST), weights).sum())
     job.step()
-    assert job.swap() == ([1, 2, 3], [0, 4, 5, 6])
+    assert job.swap() == ([1, 2, 3], [4, 5, 6])
 
 
 @pytest.mark.slow
@@ -106,17 +104,16 @@ def test_weights_of_samples(device: str) -> None:
 # The compiler itself looks at every tensor's gradient where it leaves compiled code.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}])
-def test_a_compiled_model(backend: str, options: dict[str, Any]) -> None:
+def test_a_compiled_model(backend: str) -> None:
     torch.compiler.reset()
-    job = Training(sparse=False, **options)
+    job = Training(sparse=False)
     compiled: Any = torch.compile(job.net, backend=backend)
     for rows in (FIRST, SECOND):
         backward(compiled(job.ids(*rows)).square().sum())
         job.step()
         bag, table = job.swap()
-        assert {*rows[:3]} <= {*bag} <= {*FIRST, *SECOND}
-        assert {*rows[3:]} <= {*table} <= {*FIRST, *SECOND}
+        assert {*bag} == {*rows[:3]}
+        assert {*table} == {*rows[3:]} - {0}
 
 
 @pytest.mark.slow
@@ -154,7 +151,7 @@ def test_under_autocast(device: str, sparse: bool) -> None:
         loss = job.net(job.ids(*FIRST)).square().sum()
     backward(loss)
     job.step()
-    assert job.swap() == ([1, 2, 3], [0, 4, 5, 6])
+    assert job.swap() == ([1, 2, 3], [4, 5, 6])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -165,14 +162,12 @@ def test_activations_that_are_computed_again(device: str, reentrant: bool) -> No
         # Reentrant checkpoints need an input that takes a gradient.
         weights = torch.ones(3, device=device, requires_grad=True)
         out: Any = checkpoint(job.net, job.ids(*rows), weights, use_reentrant=reentrant)
-        between = job.swap()
+        assert job.swap() == ([], [])
         backward(out.square().sum())
         job.step()
         bag, table = job.swap()
-        assert bag == [*rows[:3]]
-        assert {*table} == {*rows[3:]}
-        # A reentrant one looks up without a gradient first: what is not flagged then is when it changes.
-        assert {*between[0]} <= {*bag}
+        assert {*bag} == {*rows[:3]}
+        assert {*table} == {*rows[3:]} - {0}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -185,16 +180,6 @@ def test_gradients_that_wait_over_saves(device: str) -> None:
     job.step()
     # Not row 0: it is padding, which takes no gradient.
     assert job.swap() == ([1, 2, 3, 11, 12, 13], [4, 5, 6, 14, 15, 16, 17])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_flags_only_what_it_changes(device: str, mode: Callable[[], Any]) -> None:
-    for norm, flagged in ((None, []), (0.01, [1, 2, 3])):
-        job = Training(device, max_norm=norm)
-        with mode():
-            job.net(job.ids(*FIRST))
-        assert job.swap() == (flagged, [])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -45,12 +45,6 @@ def by_a_step_hook(bench: Bench) -> None:
     bench.train(1)
 
 
-def by_a_hook_behind_a_fused_step(bench: Bench) -> None:
-    bench.optimizer.param_groups[0]["fused"] = True
-    bench.table.sparse = False
-    by_a_step_hook(bench)
-
-
 def by_settings_of_one_step(bench: Bench) -> None:
     bench.optimizer.param_groups[0]["momentum"] = 0.9
     bench.train(1)
@@ -66,7 +60,6 @@ def by_settings_of_one_step(bench: Bench) -> None:
         by_other_memory,
         by_renorm_elsewhere,
         by_a_step_hook,
-        by_a_hook_behind_a_fused_step,
         by_settings_of_one_step,
     ],
 )
@@ -93,6 +86,7 @@ def test_without_an_optimizer_changes_without_any_lookup_make_the_table_whole(
     [
         lambda p: SGD(p, lr=0.1, momentum=0.9),
         lambda p: SGD(p, lr=0.1, weight_decay=0.1),
+        lambda p: SGD(p, lr=0.1, fused=True),
         lambda p: Adam(p),
     ],
 )
@@ -122,12 +116,11 @@ class Hashing(nn.Embedding):
         return super().forward(input % self.num_embeddings)
 
 
-def test_a_forward_of_its_own_is_left_to_the_steps_or_whole() -> None:
+def test_a_forward_of_its_own_is_left_to_the_steps() -> None:
     model = nn.ModuleDict({"t": Hashing(ROWS, 3, sparse=True)})
     optimizer = SGD(model.parameters(), lr=0.1)
-    owned, alone = Tracker(find_tables(model), [optimizer]), Tracker(find_tables(model))
+    tracker = Tracker(find_tables(model), [optimizer])
     model["t"](ids(ROWS + 3, 10 * ROWS)).sum().backward()
     optimizer.step()
-    assert owned.whole_reasons() == {}
-    assert listed(owned.swap()["t"]) == [0, 3]
-    assert "Hashing" in alone.whole_reasons()["t"]
+    assert tracker.whole_reasons() == {}
+    assert listed(tracker.swap()["t"]) == [0, 3]
