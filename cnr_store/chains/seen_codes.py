@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs import ParentError, Pending
-from cnr_codecs.lattice.steps import values_of
-from cnr_codecs.payload.coded import Grid
+from cnr_codecs.payload.coded import Grid, grid_values
 from cnr_store.chains.allocation import Array
 from cnr_store.format.record import ArrayEntry
 
@@ -80,9 +79,9 @@ class SeenTable:
         rows = np.flatnonzero(relative)
         parents = self._codes[first_row + rows]
         known = parents[:, 0] != _UNKNOWN
-        rows, left = rows[known], relative.copy()
+        rows, left, grid = rows[known], relative.copy(), Grid(self.step)
         try:
-            codes = pending.settle(parents[known].astype(np.int16), rows, Grid(self.step))
+            codes = pending.settle(parents[known].astype(np.int16), rows, grid)
         except ParentError:
             return left
         left[rows] = False
@@ -90,7 +89,7 @@ class SeenTable:
         for _, found, is_right in pending.checked(left):
             proven[found] = is_right
         is_proven = proven[rows]
-        out[rows[is_proven]] = values_of(codes[is_proven].astype(np.int32), self.step, self._element)
+        out[rows[is_proven]] = grid_values(codes[is_proven], grid, self._element)
         left[rows[~is_proven]] = True
         return left
 

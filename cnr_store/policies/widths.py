@@ -15,7 +15,7 @@ Bits = int | str | Mapping[str, int | str]
 StateBits = int | str | Mapping[str, int | str]
 WIDTHS = (2, 3, 4, 8, 32)
 LOSSLESS = 32
-MANTISSAS = {f"m{bits}": bits for bits in range(1, 8)}
+MANTISSAS = {f"m{bits}": bits for bits in (*range(1, 8), 23)}
 """Bits of the mantissa, by the widths of state on a floating grid."""
 AUTO, AUTO_STATE, AUTO_DROPPED = "auto", "m3", "m1"
 """The width of state that goes by its optimizer; what that is for most state, and for what is stored without its small
@@ -147,7 +147,7 @@ def match_pattern(patterns: Mapping[str, T], table: str) -> T | None:
 class StateWidths:
     """How many bits the values of row-wise optimizer state get.
 
-    `given`: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (so many bits of the mantissa), ``"auto"`` (by
+    `given`: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` or ``"m23"`` (so many bits of the mantissa), ``"auto"`` (by
     its optimizer), or a mapping from patterns of ``TABLE/SLOT`` to these; a pattern without ``/`` means all slots of
     the tables that it fits.
     """

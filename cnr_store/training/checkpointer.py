@@ -95,10 +95,10 @@ class Checkpointer:
         chooses between uniform codes and relative ones on a lattice, by `expected_restores` and the deltas written.
     state_bits
         Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless, the default), ``"m1"`` to ``"m7"`` (that
-        many bits of the mantissa, entropy-coded), ``"auto"``, or a mapping to these from patterns of ``TABLE/SLOT``,
-        such as ``"users/exp_avg*"``. State that no pattern fits is lossless. ``auto`` is ``"m3"``, but first moments of
-        torch's Adam, AdamW, NAdam, RAdam, SGD and RMSprop are stored without what moves a weight by less than a quarter
-        of the step of its lattice, and ``"m1"``.
+        many bits of the mantissa, entropy-coded), ``"m23"`` (lossless, in fewer bytes), ``"auto"``, or a mapping to
+        these from patterns of ``TABLE/SLOT``, such as ``"users/exp_avg*"``. State that no pattern fits is lossless.
+        ``auto`` is ``"m3"``, but first moments of torch's Adam, AdamW, NAdam, RAdam, SGD and RMSprop are stored without
+        what moves a weight by less than a quarter of the step of its lattice, and ``"m1"``.
     expected_restores
         Failures per node and hour, nodes and hours that the run is planned for. ``bits="auto"`` and
         ``codec="auto"`` choose by them.

@@ -1,6 +1,7 @@
 """What this process knows of stored rows: their codes on a grid, or digests of the bits that were saved.
 
 Codes stand in memory as int8, a quarter of a float32 table, on floating grids as int16; digests take 8 bytes a row.
+Those of 23 bits of mantissa would take as much as their rows: of these digests alone are kept, and none is relative.
 They outlive no process. A row whose codes are wider has a digest beside them, and its next delta is not relative.
 Nothing is known of a row that was not encoded here: it is written by the next save.
 
@@ -31,7 +32,7 @@ from cnr_codecs.comparing import (
     unknown_code,
 )
 from cnr_codecs.lattice.segments import RowCounts
-from cnr_codecs.payload.coded import Grid
+from cnr_codecs.payload.coded import MAX_MANTISSA, Grid
 
 Mask = npt.NDArray[np.bool_]
 RowIds = npt.NDArray[np.int64]
@@ -335,8 +336,10 @@ def relative_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
 
 
 def gridded_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
-    """The codec itself, without those that follow, if its rows are on a grid."""
+    """The codec itself, without those that follow, if its rows are on a grid whose codes are narrower than they."""
     own = codec.codec if isinstance(codec, Followed) else codec
+    if isinstance(own, FloatingRows) and own.mantissa_bits > MAX_MANTISSA:
+        return None
     return own if isinstance(own, LatticeRows | FloatingRows) else None
 
 

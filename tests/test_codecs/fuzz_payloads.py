@@ -30,6 +30,7 @@ from cnr_codecs.payload.coded import CodedRows, Grid
 from cnr_codecs.payload.plain import decode_plain
 from tests.test_codecs.sound_payloads import (
     CODED,
+    EXACT,
     GAPS,
     LATTICE,
     RELATIVE,
@@ -123,7 +124,7 @@ def segment_changed(rng: Rng, payload: Payload) -> bytes:
     """One field of one segment is another; what depends on its size is made to fit."""
     at = int(rng.integers(len(payload.segments)))
     segment = payload.segments[at]
-    limits = {"count": payload.rows + 3, "bits": 10, "scheme": 9, "parameter_type": 4, "kind": 6}
+    limits = {"count": payload.rows + 3, "bits": 25, "scheme": 9, "parameter_type": 4, "kind": 6}
     field = str(rng.choice([*limits, "more_bytes"]))
     value = int(rng.integers(0, limits.get(field, 9))) if rng.random() < 0.9 else int(rng.choice(INTERESTING))
     sizes = (value - 4, 0) if rng.random() < 0.5 else (0, value - 4)
@@ -161,7 +162,7 @@ def frames_of(segment: Segment) -> list[tuple[str, int, int]]:
     if segment.scheme not in CODED:
         return found
     data, at = segment.codes, 0
-    if segment.scheme == LATTICE and segment.bits:
+    if segment.scheme == LATTICE and 0 < segment.bits < EXACT:
         at = 4 + int.from_bytes(data[:4], "little")
         found += [("codes", 4, at)] if at > 4 else []  # lines of zeros have no centers
     return found + _packed_frames(data, at)
@@ -170,12 +171,18 @@ def frames_of(segment: Segment) -> list[tuple[str, int, int]]:
 def _packed_frames(data: bytes, at: int) -> list[tuple[str, int, int]]:
     first = at + 4 + int.from_bytes(data[at : at + 4], "little")
     classes = zstd.decompress(data[at + 4 : first])
-    stored = len({each // 16 for each in classes} - {0})  # of each width one block: these are small
-    sizes = struct.unpack_from(f"<{stored}I", data, first)
-    found, place = [("codes", at + 4, first)], first + 4 * stored
-    for size in sizes:
-        found.append(("codes", place, place + size))
-        place += size
+    widths = sorted({each // 16 for each in classes} - {0})  # of each width one block: these are small
+    sizes = struct.unpack_from(f"<{len(widths)}I", data, first)
+    found, place = [("codes", at + 4, first)], first + 4 * len(widths)
+    for width, size in zip(widths, sizes, strict=True):
+        end = place + size
+        for _ in range(width - 2 if width > 4 else 0):  # one for each byte
+            size = int.from_bytes(data[place : place + 4], "little")
+            found.append(("codes", place + 4, place + 4 + size))
+            place += 4 + size
+        if place < end:
+            found.append(("codes", place, end))
+            place = end
     assert place == len(data)
     return found
 
@@ -340,7 +347,7 @@ def settled(payload: cnr_codecs.Payload, out: Any, need: Any, pending: cnr_codec
         grid = grid_of(payload, int(rows[0]))
         with suppress(CodecError):
             cnr_codecs.decode_into(beneath(payload, rows, grid), out, need, 0, pending)
-            COMPOSED["steps" if grid.step > 0 else "floating grids"] += 1
+            COMPOSED["steps" if grid.step > 0 else "exact" if grid.is_exact else "floating grids"] += 1
             pending.prove()
         need[rows] = 0
     return len(rows)

@@ -88,6 +88,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Rows]] = {
     ),
     "floating-bfloat16": ({"id": "cnr_floating", "mantissa_bits": 1}, "bfloat16", _rows(40, 10, "bfloat16")),
     "floating-gaps": ({"id": "cnr_floating", "mantissa_bits": 7}, "float16", _rows(90, 4, "float16")),
+    "floating-exact": ({"id": "cnr_floating", "mantissa_bits": 23}, "float32", _rows(70, 17)),
+    "floating-exact-column": (
+        {"id": "cnr_floating", "mantissa_bits": 23},
+        "bfloat16",
+        _rows(70, 3, "bfloat16")[:, :1].copy(),
+    ),
+    "floating-exact-gaps": ({"id": "cnr_floating", "mantissa_bits": 23}, "float16", _rows(90, 4, "float16")),
     "lattice-gaps": ({"id": "cnr_lattice", "step": 0.0625}, "float16", _rows(90, 4, "float16")),
 }
 

@@ -23,7 +23,7 @@ LIMITS = (127, 128, 255, 256, 16383, 16384, 32767)
 """Codes about the limits of int8 and int16, of their zigzag codes too."""
 WIDE_DIM = 1 << 20
 CODEBOOKS = {4, 5} & set(Scheme)
-LATTICE, RELATIVE, GAPS = 6, 7, 4
+LATTICE, RELATIVE, GAPS, EXACT = 6, 7, 4, 23
 CODED = (LATTICE, RELATIVE)
 
 
@@ -127,6 +127,19 @@ def floating(rng: Rng, mantissa: int, count: int, dim: int) -> tuple[bytes, byte
     return body[:16], body[16:]
 
 
+def exact(rng: Rng, element: int, scheme: int, count: int, dim: int) -> tuple[bytes, bytes]:
+    """The same on a floating grid of 23 bits: all bits of numbers, or differences of these."""
+    values = rng.normal(0, 1, (count, dim)).astype("<f2" if element == 2 else "<f4").astype("<f4")
+    bits = values.view("<i4") & (0xFFFF0000 - (1 << 32) if element == 3 else -1)
+    if element == 1 and bits.size and rng.random() < 0.5:
+        bits.flat[int(rng.integers(bits.size))] = rng.integers(-(1 << 31), 1 << 31)
+    codes = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(int)
+    if scheme == RELATIVE:
+        codes = np.rint(rng.normal(0, 1, codes.shape) * rng.choice([0, 1, 1e3, 1e6, 2e8])).astype(int)
+    body = coded.on_step(codes.reshape(-1).tolist(), dim, 0, mantissa=EXACT) if codes.size else bytes(16)
+    return body[:16], body[16:]
+
+
 def floats(rng: Rng, count: int, parameter_type: int) -> npt.NDArray[np.floating[Any]]:
     """Finite numbers of at most 11 significant bits, which is what float16 has."""
     values = rng.normal(0, 3, count).astype("<f2")
@@ -161,6 +174,10 @@ def fitted(rng: Rng, segment: Segment, payload: Payload, offsets: Any = None) ->
         )
     if segment.scheme in CODED:
         size = count, min(payload.dim, 256)
+        if segment.bits == EXACT:
+            grid, codes = exact(rng, payload.element, segment.scheme, *size)
+            rows = row_set(segment.kind, offsets, min(payload.rows, 1 << 17))
+            return replace(segment, row_set=rows, parameters=grid, codes=codes)
         on_floats = 1 <= segment.bits <= 7
         is_centered = on_floats and segment.scheme == LATTICE
         mantissa = segment.bits if on_floats else 0
@@ -197,8 +214,8 @@ def sound(rng: Rng) -> Payload:
         bits = 8 * ITEM_BYTES[element] if scheme == 1 else int(rng.integers(1, 9))
         if scheme in (0, *CODED):
             bits = 0
-        if scheme in CODED and (element == 4 or rng.random() < 0.5):
-            bits = int(rng.integers(1, 8))
+        if scheme in CODED and (element == 4 or rng.random() < 0.7):
+            bits = int(rng.integers(1, 8)) if element == 4 or rng.random() < 0.6 else EXACT
         kind = int(rng.integers(0 if prefix else 1, 5))
         parameter_type = 0 if scheme < 2 else 2 if scheme in CODED else int(rng.integers(1, 3))
         head = Segment(scheme, bits, parameter_type, kind, len(part))
@@ -238,7 +255,8 @@ def wide(rng: Rng) -> Payload:
 
 def encoded(rng: Rng, values: npt.NDArray[np.float32]) -> Payload:
     """Rows on a grid; half of them are relative to what `beneath` gives."""
-    step, mantissa = cnr_codecs.lattice_step(float(10 ** rng.uniform(-3, 0))), int(rng.integers(1, 8))
+    step, mantissa = cnr_codecs.lattice_step(float(10 ** rng.uniform(-3, 0))), int(rng.integers(1, 10))
+    mantissa = mantissa if mantissa < 8 else EXACT
     is_on_step = rng.random() < 0.5
     codec: Any = LatticeRows(step=step) if is_on_step else FloatingRows(mantissa)
     parent = np.full(values.shape, 0 if is_on_step else 127 << mantissa, np.int32)

@@ -67,7 +67,7 @@ kmeans = [KMeansRows(3), KMeansRows(2, group="cluster"), KMeansRows(2, exact=Tru
 lattice = [LatticeRows(), LatticeRows(step=0.5, relative=True)]
 for dim in (1, 3, 16):
     for element in ("float32", "float16", "bfloat16"):
-        for codec in (*uniform, *kmeans, *lattice, FloatingRows(2), LosslessRows()):
+        for codec in (*uniform, *kmeans, *lattice, FloatingRows(2), FloatingRows(23), LosslessRows()):
             use(codec, dim, element)
     for codec in (FloatingRows(2), LosslessRows()):
         use(codec, dim, "float64")

@@ -38,6 +38,7 @@ def check_spoiled(payloads: int, seed: int) -> None:
     assert reached["decoded at once"] >= 0.01 * payloads
     # Each scheme was decoded from payloads that were spoiled.
     assert all(found["schemes"].get(str(int(scheme)), 0) > payloads / 100 for scheme in Scheme)
-    # And so were relative rows, on both kinds of grids.
-    assert all(found["composed"].get(kind, 0) > payloads / 1000 for kind in ("steps", "floating grids"))
+    # And so were relative rows, on all kinds of grids.
+    kinds = "steps", "floating grids", "exact"
+    assert all(found["composed"].get(kind, 0) > payloads / 1000 for kind in kinds)
     assert found["grown_bytes"] < 128 << 20

@@ -30,6 +30,7 @@ NAMES += [
 ]
 NAMES += ["lattice", "lattice-column", "lattice-bfloat16", "lattice-gaps"]
 NAMES += ["floating", "floating-signs", "floating-column", "floating-bfloat16", "floating-gaps"]
+NAMES += ["floating-exact", "floating-exact-column", "floating-exact-gaps"]
 # Encoders may find better parameters for the same configuration; what was written before decodes as ever.
 WRITTEN_DIFFERENTLY: set[str] = set()
 

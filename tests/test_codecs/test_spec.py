@@ -36,7 +36,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"group": "block"},
         {"group": "cluster", "clusters": 256, "bits": 2},
     ],
-    "cnr_floating": [{}, {"mantissa_bits": 1}, {"mantissa_bits": 7}],
+    "cnr_floating": [{}, {"mantissa_bits": 1}, {"mantissa_bits": 7}, {"mantissa_bits": 23}],
     "cnr_lattice": [
         {"rms_step": 0.001},
         {"step": 0.0078125},
@@ -72,7 +72,14 @@ INVALID: dict[str, list[dict[str, Any]]] = {
         {"group": "cluster", "clusters": 512},
         {"width": 4},
     ],
-    "cnr_floating": [{"mantissa_bits": 0}, {"mantissa_bits": 8}, {"mantissa_bits": "3"}, {"bits": 3}],
+    "cnr_floating": [
+        {"mantissa_bits": 0},
+        {"mantissa_bits": 8},
+        {"mantissa_bits": 22},
+        {"mantissa_bits": 24},
+        {"mantissa_bits": "3"},
+        {"bits": 3},
+    ],
     "cnr_lattice": [
         {"rms_step": 0},
         {"rms_step": 16.5},

@@ -47,7 +47,10 @@ class DeviceRows:
 
     def _takes(self, segment: Segment) -> bool:
         is_known = segment.scheme in _QUANTIZED and segment.coded is None and self._values.dtype in ELEMENTS
-        return is_known or segment.scheme is Scheme.RAW
+        is_exact = (
+            segment.scheme is Scheme.LATTICE and segment.grid.is_exact
+        )  # codes are no smaller than rows
+        return (is_known and not is_exact) or segment.scheme is Scheme.RAW
 
     def _write(self, segment: Segment, first_row: int) -> None:
         target, places = self._values, segment.row_set.offsets() + first_row

@@ -16,6 +16,7 @@ import torch
 from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.lattice.steps import COUNTED_ROWS, median_scale, no_counts, scale_counts
+from cnr_codecs.payload.coded import MAX_MANTISSA
 from cnr_codecs.payload.payload import ParameterType, row_bytes
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.uniform.quantized import QuantizedRows
@@ -93,9 +94,9 @@ def can_encode(codec: RowCodec, values: torch.Tensor, is_whole: bool) -> bool:
     # A subclass may encode rows in a way of its own. The paper's walk is left to the host.
     if type(codec) is UniformRows:
         return codec.bins is None and codec.is_worthwhile(int(values.shape[1]), element)
-    return type(codec) is FloatingRows or (
-        type(codec) is LatticeRows and (is_whole or codec.step is not None)
-    )
+    if type(codec) is FloatingRows:
+        return codec.mantissa_bits <= MAX_MANTISSA  # exact codes are no smaller than rows
+    return type(codec) is LatticeRows and (is_whole or codec.step is not None)
 
 
 def least_bytes(codec: RowCodec, dim: int, count: int) -> int:

@@ -19,6 +19,7 @@ from cnr_codecs import CodecError, decode_into, parse, row_codec, take_rows
 from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.lattice.steps import lattice_step
+from cnr_codecs.payload.coded import MAX_MANTISSA
 from cnr_codecs.protocol import RowCodec
 from cnr_codecs.uniform.uniform import UniformRows
 from cnr_store.errors import SaveError
@@ -82,6 +83,8 @@ def rows_there(tensor: torch.Tensor, codecs: Iterable[Mapping[str, Any] | None])
 
 def _does_as_host(codec: RowCodec, values: torch.Tensor) -> bool:
     if values.dtype not in ELEMENTS or not isinstance(codec, UniformRows | LatticeRows | FloatingRows):
+        return False
+    if isinstance(codec, FloatingRows) and codec.mantissa_bits > MAX_MANTISSA:
         return False
     if isinstance(codec, LatticeRows):  # any step is as good
         codec = LatticeRows(step=lattice_step(0.35))

@@ -17,6 +17,7 @@ from cnr_codecs import (
     compile_encoding,
     row_codec,
 )
+from cnr_codecs.payload.coded import MAX_MANTISSA
 from cnr_store.errors import OptionError
 from cnr_store.format.layout import weight_path
 from cnr_store.format.record import Record
@@ -249,4 +250,7 @@ def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:
     """The codec of state of a width, lossless where the element type can't be quantized."""
     if width == LOSSLESS or element not in QUANTIZABLE:
         return LosslessRows()
-    return FloatingRows(MANTISSAS[width], is_relative) if isinstance(width, str) else CeilingRows(width)
+    if isinstance(width, int):
+        return CeilingRows(width)
+    bits = MANTISSAS[width]
+    return FloatingRows(bits, is_relative and bits <= MAX_MANTISSA)  # exact codes are not kept in memory

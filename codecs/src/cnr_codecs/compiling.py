@@ -101,6 +101,7 @@ def compile_all() -> Iterator[None]:
     codecs: list[tuple[RowCodec, int]] = [(codec, 16) for codec in schemes]
     # Few values of a row are clustered exactly, many by iteration.
     codecs += [(KMeansRows(2, exact=True), 16), (KMeansRows(2), 4096), (LatticeRows(relative=True), 16)]
+    codecs += [(FloatingRows(23), 16)]
     for codec, dim in codecs:
         yield from compile_encoding(codec, dim, "float32")
     for kind in filter(has_floating_codes, ELEMENTS):

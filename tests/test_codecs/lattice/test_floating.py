@@ -22,14 +22,14 @@ from cnr_codecs import (
 )
 from cnr_codecs.elements import element_named
 from cnr_codecs.lattice.floating import floating_codes, write_without_small
-from cnr_codecs.payload.coded import code_range, floating_values
+from cnr_codecs.payload.coded import code_range
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_of
 from tests.test_codecs.lattice.test_lattice import as_element, body_of, lattice_of
 from tests.test_codecs.payload_bytes import header, layout_of, segment
 from tests.test_codecs.references import coded as reference
-from tests.test_codecs.references.floating import codes_of, without_small
+from tests.test_codecs.references.floating import codes_of, floating_values, without_small
 
 FLOATS = st.sampled_from(["float32", "float16", "bfloat16", "float64"])
 MANTISSAS = st.integers(1, 7)

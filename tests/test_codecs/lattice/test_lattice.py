@@ -31,7 +31,7 @@ from cnr_codecs import (
 )
 from cnr_codecs.elements import element_named
 from cnr_codecs.lattice.lattice import most_code
-from cnr_codecs.lattice.steps import COUNTED_ROWS, median_scale, no_counts, scale_counts, values_of
+from cnr_codecs.lattice.steps import COUNTED_ROWS, median_scale, no_counts, scale_counts
 from cnr_codecs.payload.coded import CodedRows, Grid
 from cnr_codecs.payload.validate import MIN_STEP
 from cnr_codecs.protocol import Rows
@@ -39,7 +39,7 @@ from tests.nightly import histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_of
 from tests.test_codecs.payload_bytes import header, layout_of, segment
 from tests.test_codecs.references import coded as reference
-from tests.test_codecs.references.lattice import codes_of
+from tests.test_codecs.references.lattice import codes_of, values_of
 
 FLOATS = st.sampled_from(["float32", "float16", "bfloat16"])
 STEPS = st.builds(lambda m, e: math.ldexp(m, e), st.integers(128, 255), st.integers(-60, 20))

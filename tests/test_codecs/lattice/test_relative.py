@@ -33,14 +33,13 @@ from cnr_codecs import (
 )
 from cnr_codecs.elements import element_named
 from cnr_codecs.lattice.lattice import most_code
-from cnr_codecs.lattice.steps import values_of
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import decode, encode
 from tests.test_codecs.lattice.test_lattice import FLOATS, as_element
 from tests.test_codecs.payload_bytes import header, segment
 from tests.test_codecs.references import coded as reference
-from tests.test_codecs.references.lattice import codes_of
+from tests.test_codecs.references.lattice import codes_of, values_of
 
 STEP = 0.125
 CODEC = LatticeRows(step=STEP)

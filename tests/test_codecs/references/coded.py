@@ -35,10 +35,11 @@ def grid(
     by_lines, classes = _classed(codes if by is None else by, line)
     lines, _ = _classed(codes, line)
     in_order = [code for number in stored(by_lines, classes) for code in lines[number]]
+    kind, mask = ("I", 0xFFFFFFFF) if mantissa == 23 else ("H", 0xFFFF)
     proven = (
         struct.pack("<ffhB", step, 1, 0, mantissa)
         + bytes(classes)
-        + struct.pack(f"<{len(in_order)}H", *(code & 0xFFFF for code in in_order))
+        + struct.pack(f"<{len(in_order)}{kind}", *(code & mask for code in in_order))
     )
     check = google_crc32c.value(proven)
     return struct.pack("<ffhBBI", step, 1, 0, flags, 0, check)
@@ -58,7 +59,7 @@ def on_step(
     differences: Sequence[int] | None = None,
     mantissa: int = 0,
 ) -> bytes:
-    """Return the body of codes of a step, or of differences from older ones that give these codes."""
+    """Return the body of codes of a step, or on a floating grid of 23 bits; or of differences that give these codes."""
     held = codes if differences is None else differences
     return grid(codes, dim, step, mantissa, by=held) + encode(held, line_rows(dim) * dim)
 

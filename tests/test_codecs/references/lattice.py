@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cnr_codecs.elements import array_dtype, round_to_bfloat16
+
 
 def codes_of(
     values: npt.NDArray[Any], step: float, limit: int
@@ -21,3 +23,9 @@ def codes_of(
         raw = np.logical_not((np.abs(exact) <= limit).all(axis=1))
         raw |= (exact == 0).all(axis=1) & (values != 0).any(axis=1)
     return np.where(raw[:, None], 0, exact).astype(np.int32), raw
+
+
+def values_of(codes: npt.NDArray[Any], step: float, element: str) -> npt.NDArray[Any]:
+    """Return the values (n, dim) of codes: step * code, which is exact in float32, rounded to the element type."""
+    exact = np.float32(step) * codes.astype(np.float32)
+    return round_to_bfloat16(exact) if element == "bfloat16" else exact.astype(array_dtype(element))

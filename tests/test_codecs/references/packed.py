@@ -10,7 +10,8 @@ with a mean magnitude below 2**(i - 3), at most 15. Widths, by the greatest z of
                   one to four bytes a code: first the lowest bytes of all codes, then the next ones
 
 Lines are stored in the order of their classes, equal ones in their own. Those of a width are cut into blocks, each
-a zstd frame of its own: of as many lines as have 2**18 codes, of width 4 2**17, of 5 and 6 2**16.
+a zstd frame of its own, or one for each place of 3 and 4 bytes: of as many lines as have 2**18 codes, of widths from 4
+on 2**17.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from itertools import groupby
 from numcodecs import zstd
 
 Line = Sequence[int]
-_BLOCK_CODES = (1 << 18, 1 << 18, 1 << 18, 1 << 18, 1 << 17, 1 << 16, 1 << 16)
+_BLOCK_CODES = (1 << 18, 1 << 18, 1 << 18, 1 << 18, 1 << 17, 1 << 17, 1 << 17)
 _DIGITS = {1: (3, 4), 2: (15, 2)}
 _MOST = (0, 2, 14, (1 << 8) - 1, (1 << 16) - 1, (1 << 24) - 1, (1 << 32) - 1)
 
@@ -45,7 +46,9 @@ def encode(codes: Sequence[int], line: int) -> bytes:
     lines[-1] += [0] * (line - len(lines[-1]))
     classes = [class_of(each) for each in lines]
     frames = [
-        zstd.compress(_packed(block, width), 1) for width, block in _blocks(lines, classes, line) if width
+        _framed(_packed(block, width), width, len(block) * line)
+        for width, block in _blocks(lines, classes, line)
+        if width
     ]
     held = zstd.compress(bytes(classes), 1)
     sizes = struct.pack(f"<{len(frames)}I", *map(len, frames))
@@ -64,6 +67,25 @@ def _blocks(lines: Sequence[Line], classes: Sequence[int], line: int) -> Iterato
         count = max(1, _BLOCK_CODES[width] // line)
         for first in range(0, len(held), count):
             yield width, [lines[each] for each in held[first : first + count]]
+
+
+def _framed(data: bytes, width: int, size: int) -> bytes:
+    """The frame of a block; of three bytes a code and more, one of each place, its size in front."""
+    if width < 5:
+        return bytes(zstd.compress(data, 1))
+    frames = [zstd.compress(data[first : first + size], 1) for first in range(0, len(data), size)]
+    return b"".join(struct.pack("<I", len(each)) + each for each in frames)
+
+
+def _unframed(data: bytes, width: int) -> bytes:
+    if width < 5:
+        return bytes(zstd.decompress(data))
+    found, place = b"", 0
+    while place < len(data):
+        (size,) = struct.unpack_from("<I", data, place)
+        found += zstd.decompress(data[place + 4 : place + 4 + size])
+        place += 4 + size
+    return found
 
 
 def _packed(lines: Sequence[Line], width: int) -> bytes:
@@ -88,7 +110,7 @@ def decode(data: bytes, size: int, line: int) -> list[int]:
         codes = [0] * (len(block) * line)
         if width:
             end = place + next(sizes)
-            codes = _unpacked(zstd.decompress(data[place:end]), width, len(codes))
+            codes = _unpacked(_unframed(data[place:end], width), width, len(codes))
             place = end
         for position, (number,) in enumerate(block):
             lines[number] = codes[position * line : (position + 1) * line]

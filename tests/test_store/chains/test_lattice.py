@@ -15,12 +15,12 @@ from torch import nn
 import cnr_store
 from cnr_backends import open_backend
 from cnr_codecs import LatticeRows, Scheme
-from cnr_codecs.lattice.steps import median_scale, scale_counts, values_of
+from cnr_codecs.lattice.steps import median_scale, scale_counts
 from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.errors import CorruptionError
-from tests.test_codecs.references.lattice import codes_of
+from tests.test_codecs.references.lattice import codes_of, values_of
 from tests.test_docs import block
 
 ROWS, DIM, PATH = 3000, 8, "tables/songs/weight"

@@ -17,7 +17,6 @@ import zarr
 import cnr_store
 from cnr_backends import index_nbytes, open_backend
 from cnr_codecs import PayloadError, Scheme
-from cnr_codecs.payload.coded import floating_values
 from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.written_link import WrittenLink, open_link
@@ -26,6 +25,7 @@ from cnr_store.format import layout
 from cnr_store.reading.server import serving
 from tests.nightly import FACTOR
 from tests.test_codecs.references import floating
+from tests.test_codecs.references.floating import floating_values
 from tests.test_store.chains.test_lattice import (
     DIM,
     PATH,

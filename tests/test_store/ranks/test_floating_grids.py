@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import cnr_store
-from cnr_codecs.payload.coded import floating_values
 from cnr_store.format import grid
-from tests.test_codecs.references.floating import codes_of
+from tests.test_codecs.references.floating import codes_of, floating_values
 from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.ranks.support.spread_model import TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, changed, find_spread_models

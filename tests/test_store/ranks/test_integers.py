@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 import cnr_store
 from cnr_backends import open_backend
-from cnr_codecs.lattice.steps import values_of
-from cnr_codecs.payload.coded import floating_values
 from cnr_store import Checkpointer, RanksError, SaveError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import grid
 from tests.nightly import at_night
 from tests.test_codecs.references import floating, lattice
+from tests.test_codecs.references.floating import floating_values
+from tests.test_codecs.references.lattice import values_of
 from tests.test_store.chains.test_relative import RELATIVE, count_relative, no_findings
 from tests.test_store.ranks.support.failing_save import POINT, TIMEOUT_SECONDS, prepare
 from tests.test_store.ranks.support.rank_processes import run_ranks

@@ -47,7 +47,7 @@ def quantize(values: Any, dim: int, inverse: float, limit: int, codes: Any, raw:
 
 @kernel
 def count_zero_rows(codes: Any, dim: int) -> int:
-    """Return how many rows of flat codes (int16) are of zeros alone."""
+    """Return how many rows of flat codes (int16 or int32) are of zeros alone."""
     found, width = 0, np.uintp(dim)
     for i in range(codes.size // dim):
         start, any_bit = np.uintp(i * dim), np.int16(0)
@@ -194,9 +194,10 @@ def place_floating(
 ) -> int:
     """Write the wanted ones of `rows` (uint32) to `flat`, the bits of float32, clear their marks, return their number.
 
-    As `place_rows`, with magnitudes that are shifted by `shift` bits.
+    As `place_rows`, with magnitudes that are shifted by `shift` bits. Codes of int32 are exact: negative ones have
+    magnitudes from 0 on.
     """
-    written, width = 0, np.uintp(dim)
+    written, width, narrow = 0, np.uintp(dim), np.int64(codes.itemsize == 2)  # a constant of the compiler's
     for i in range(rows.size):
         place = np.int64(rows[i]) - first_row
         if place < 0 or place >= need.size or need[place] == 0:
@@ -206,7 +207,10 @@ def place_floating(
         source, to = np.uintp(i * dim), np.uintp(place * stride)
         for j in range(width):
             code = np.int64(codes[source + j])
-            flat[to + j] = np.uint32((abs(code) << shift) | ((code < 0) << 31))
+            negative = code >> 63
+            flat[to + j] = np.uint32(
+                (((code ^ negative) - negative * narrow) << shift) | (negative & 0x80000000)
+            )
     return written
 
 

@@ -112,3 +112,17 @@ def unpack_bytes(planes: Any, count: int, most: int, codes: Any) -> bool:
         largest = max(largest, zigzag)
         codes[i] = np.int16(np.int16(zigzag >> 1) ^ -np.int16(zigzag & 1))
     return bool(largest <= most)
+
+
+@kernel
+def unpack_wide(planes: Any, count: int, codes: Any) -> Any:
+    """Do as `unpack_bytes` of 3 or 4 bytes a code (int32), and return the greatest zigzag code."""
+    size, largest = np.uintp(codes.size), np.uint32(0)
+    second, third = size + size, size + size + size
+    for i in range(size):
+        high = np.uint32(planes[third + i]) if count == 4 else np.uint32(0)
+        zigzag = np.uint32(planes[i]) | np.uint32(np.uint32(planes[size + i]) << 8)
+        zigzag = np.uint32(zigzag | np.uint32(np.uint32(planes[second + i]) << 16) | np.uint32(high << 24))
+        largest = max(largest, zigzag)
+        codes[i] = np.int32(np.int32(zigzag >> 1) ^ -np.int32(zigzag & 1))
+    return np.int64(largest)

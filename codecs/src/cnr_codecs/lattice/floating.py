@@ -14,19 +14,22 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize_floating, zero_small
-from cnr_codecs.lattice.segments import Codes, Encoded, Mask, encode_segments, nothing_known
+from cnr_codecs.lattice.segments import Encoded, Mask, encode_segments, nothing_known
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_MANTISSA,
     NARROW_DIM,
+    Codes,
     Grid,
     code_range,
+    exact_codes,
     has_floating_codes,
 )
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.rows import check_rows
 
 DEFAULT_MANTISSA_BITS = 3
+MANTISSAS = frozenset({*range(1, MAX_MANTISSA + 1), MANTISSA_BITS})
 # What signs, exponents and models were measured to take beside the mantissa, in rows of a trained accumulator.
 _OTHER_BITS = 4.0
 # Of float64: bits of the mantissa, and how much larger its exponents are than those of the same float32.
@@ -35,17 +38,20 @@ _MANTISSA_BITS_64, _BIAS_64 = 52, 1023 - 127
 
 @dataclass(frozen=True)
 class FloatingRows:
-    """Stores each value with fewer bits of its mantissa, rounded to nearest, and compresses the bits left.
+    """Stores each value with fewer bits of its mantissa, rounded to nearest, or with all, and compresses these bits.
 
     Each value keeps its sign and is off by at most a share of 2**-(mantissa_bits + 1) of its magnitude: so quotients by
     sums and means of squares stay what they are within twice that share. -0 decodes to 0. Rows with NaN, infinities, or
     values of 2**127 or more are stored as they are. Subnormal values decode to 2**-126, so that nothing is divided by
-    0; in rows with negative values to 0. Rows of float64 that have any are stored as they are.
+    0; in rows with negative values to 0. Rows of float64 with a value that no normal float32 is near are stored as they
+    are.
+
+    With 23 bits each value of float32, float16 or bfloat16 is stored bit for bit.
 
     Parameters
     ----------
     mantissa_bits
-        Bits of the mantissa that are kept, 1 to 7.
+        Bits of the mantissa that are kept: 1 to 7, or 23.
     relative
         As of `LatticeRows`.
 
@@ -61,9 +67,10 @@ class FloatingRows:
     def __post_init__(self) -> None:
         if type(self.relative) is not bool:
             raise CodecConfigError(f"relative must be true or false, got {self.relative!r}")
-        if type(self.mantissa_bits) is not int or not 1 <= self.mantissa_bits <= MAX_MANTISSA:
+        if type(self.mantissa_bits) is not int or self.mantissa_bits not in MANTISSAS:
             raise CodecConfigError(
-                f"mantissa_bits must be an integer from 1 to {MAX_MANTISSA}, got {self.mantissa_bits!r}"
+                f"mantissa_bits must be an integer from 1 to {MAX_MANTISSA}, or {MANTISSA_BITS}, got "
+                f"{self.mantissa_bits!r}"
             )
 
     def get_config(self) -> dict[str, Any]:
@@ -77,7 +84,7 @@ class FloatingRows:
 
     def bytes_per_row(self, dim: int, element: str) -> float:
         """Return the encoded bytes of a row of `dim` values, as an estimate. Its share of the row set is left out."""
-        kind = _floating_element(element)
+        kind = _floating_element(element, self.mantissa_bits)
         return min(dim * (self.mantissa_bits + _OTHER_BITS) / 8, float(dim * kind.stored.itemsize))
 
     def encode_rows(
@@ -107,19 +114,19 @@ class FloatingRows:
         Parameters
         ----------
         values, offsets, rows, parent, known, element, seal, quantized
-            As there. The codes of parents are those of the same grid.
+            As there. The codes of parents are those of the same grid. Those of 23 bits are int32.
 
         Raises
         ------
         RowsError
             An argument is not as there.
         """
-        kind, values, offsets = check_rows(values, offsets, rows, _floating_element(element).name)
+        kind = _floating_element(element, self.mantissa_bits)
+        _, values, offsets = check_rows(values, offsets, rows, kind.name)
         held, raw = quantized or floating_codes(values, self.mantissa_bits, kind.name)
-        near = known & ~raw
-        if near.any() and parent.shape == values.shape:
+        near, grid = known & ~raw, Grid(mantissa=self.mantissa_bits)
+        if grid.is_centered and near.any() and parent.shape == values.shape:
             near[near] = _are_near(held[near[~raw]], parent[near])
-        grid = Grid(mantissa=self.mantissa_bits)
         return encode_segments(values, offsets, rows, parent, near, held, raw, kind, grid, seal)
 
 
@@ -145,18 +152,18 @@ def write_without_small(
         out[found.view(np.uint32) == 0] = 0
 
 
-def floating_codes(
-    values: Rows, mantissa: int, element: str
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.bool_]]:
+def floating_codes(values: Rows, mantissa: int, element: str) -> tuple[Codes, npt.NDArray[np.bool_]]:
     """Return the codes (m, dim) of the rows that have any, and which rows, bool (n,), have none.
 
-    `payload.coded.floating_values` is the inverse.
+    `payload.coded.grid_values` is the inverse.
 
     `values`: (n, dim) of the array dtype of the element type.
     `mantissa`: bits of the mantissa that are kept.
     `element`: the element type's name.
     """
     count, dim = values.shape
+    if mantissa == MANTISSA_BITS:
+        return _exact_codes(values, element)
     if values.dtype == np.float64:
         sign, shift, bias = 63, _MANTISSA_BITS_64 - mantissa, _BIAS_64 << mantissa
         bits = np.ascontiguousarray(values).view(np.uint64)
@@ -172,6 +179,14 @@ def floating_codes(
     return codes[:held], raw.view(np.bool_)
 
 
+def _exact_codes(values: Rows, element: str) -> tuple[Codes, Mask]:
+    raw = np.zeros(len(values), np.bool_)
+    if element != "float32":  # whose NaN conversions may change
+        raw[np.isnan(values).any(axis=1)] = True
+        values = values[~raw]
+    return exact_codes(np.ascontiguousarray(values, np.float32).view(np.int32)), raw
+
+
 def _are_near(codes: Codes, parent: npt.NDArray[np.signedinteger[Any]]) -> Mask:
     """Return which rows differ from their parents by less than from the centers that they are else coded from."""
     sizes, counts = np.abs(codes.astype(np.int32)), np.count_nonzero(codes, axis=1, keepdims=True)
@@ -183,8 +198,12 @@ def _are_near(codes: Codes, parent: npt.NDArray[np.signedinteger[Any]]) -> Mask:
     return near
 
 
-def _floating_element(name: str) -> Element:
+def _floating_element(name: str, mantissa: int) -> Element:
     kind = element_named(name)
-    if not has_floating_codes(kind):
+    if not has_floating_codes(kind, mantissa):
+        if kind.name == "float64":
+            raise RowsError(
+                f"{mantissa} bits of mantissa are not all of float64; cnr_rows stores such rows bit for bit"
+            )
         raise RowsError(f"{name} rows can't be quantized; cast them to float32, or use cnr_rows")
     return kind

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.lattice import quantize
-from cnr_codecs.lattice.segments import Codes, Encoded, Mask, encode_segments, nothing_known
+from cnr_codecs.lattice.segments import Encoded, Mask, encode_segments, nothing_known
 from cnr_codecs.lattice.steps import lattice_step, median_scale, scale_counts
-from cnr_codecs.payload.coded import MAX_CODE, Grid
+from cnr_codecs.payload.coded import MAX_CODE, Codes, Grid
 from cnr_codecs.payload.validate import valid_step
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.rows import check_rows

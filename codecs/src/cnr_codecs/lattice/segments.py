@@ -10,14 +10,13 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import RowsError
 from cnr_codecs.kernels.lattice import count_zero_rows
-from cnr_codecs.payload.coded import MAX_CODE, CodedRows, Grid
-from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build
+from cnr_codecs.payload.coded import MAX_CODE, CodedRows, Codes, Grid
+from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build, row_bytes
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.payload.validate import MIN_STEP
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.rows import raw_segment
 
-Codes: TypeAlias = npt.NDArray[np.int16]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -33,7 +32,7 @@ class Encoded(NamedTuple):
     """What `encode_over` returns of n rows."""
 
     payload: bytes
-    codes: Codes  # int16 (n, dim): 0 of rows without
+    codes: Codes  # (n, dim), of the dtype of the grid: 0 of rows without
     coded: Mask  # bool (n,): which rows have codes
     counts: RowCounts
 
@@ -94,7 +93,7 @@ def encode_segments(
     flat.flags.writeable = False
     zero, codes, coded, others = count_zero_rows(flat, held.shape[1]), held, ~raw, len(raw) - len(held)
     if others:
-        codes = np.zeros(values.shape, np.int16)
+        codes = np.zeros(values.shape, grid.dtype)
         codes[coded] = held
     segments = []
     for chosen, is_relative in ((coded > known, False), (coded & known, True)):
@@ -124,13 +123,14 @@ def _segment(
     if parent is None:
         return Segment(Scheme.LATTICE, *kinds, codes.view(np.uint8))
     coded = CodedRows.encode(codes, grid, _differences(codes, parent))
-    return Segment(Scheme.RELATIVE, *kinds, np.empty((0, 2 * codes.shape[1]), np.uint8), coded=coded)
+    no_codes = np.empty((0, row_bytes(Scheme.RELATIVE, grid.mantissa, codes.shape[1])), np.uint8)
+    return Segment(Scheme.RELATIVE, *kinds, no_codes, coded=coded)
 
 
 def _differences(
     codes: Codes, parent: npt.NDArray[np.signedinteger[Any]]
 ) -> npt.NDArray[np.signedinteger[Any]]:
-    """Return codes less their parents, int16 where all fit, which is half the memory."""
+    """Return codes less their parents, int16 where all fit, which is half the memory; of exact ones modulo 2**32."""
     most = sum(max(int(each.max()), -int(each.min())) for each in (codes, parent))
     found: npt.NDArray[np.signedinteger[Any]]
     found = np.subtract(codes, parent, dtype=np.int16 if most <= MAX_CODE else np.int32)

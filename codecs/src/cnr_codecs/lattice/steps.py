@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.elements import array_dtype, round_to_bfloat16
 from cnr_codecs.kernels.lattice import count_magnitudes
 from cnr_codecs.payload.validate import MAX_STEP, MIN_STEP, STEP_BITS
 
@@ -63,9 +62,3 @@ def lattice_step(step: float) -> float:
     mantissa, exponent = math.frexp(min(step, MAX_STEP))
     rounded = math.ldexp(round(math.ldexp(mantissa, STEP_BITS)), exponent - STEP_BITS)
     return min(max(rounded, MIN_STEP), MAX_STEP)
-
-
-def values_of(codes: npt.NDArray[np.int32], step: float, element: str) -> npt.NDArray[Any]:
-    """Return the values (n, dim) of codes: step * code, which is exact in float32, rounded to the element type."""
-    exact = np.float32(step) * codes.astype(np.float32)
-    return round_to_bfloat16(exact) if element == "bfloat16" else exact.astype(array_dtype(element))

@@ -2,7 +2,8 @@
 
 Codes of a floating grid of m bits are the upper bits of a float32: its sign, and as magnitude all but the lowest 23 - m
 bits. Magnitudes of neighbouring values are near each other and far from 0, so lines are stored as differences from
-their centers.
+their centers. Codes of a floating grid of 23 bits are all bits of a float32, as an integer that is the greater the
+greater the number: any integer of 32 bits is one, and sums of them are taken modulo 2**32.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.elements import Element, array_dtype
+from cnr_codecs.elements import Element, array_dtype, round_to_bfloat16
 from cnr_codecs.errors import PayloadError
 from cnr_codecs.kernels.lattice import center_lines, find_centers, restore_lines
 from cnr_codecs.payload.frames import Frame, claimed_size, compress, decompress
 from cnr_codecs.payload.packed import Integers, Lines, PackedLines, in_lines
 
-Codes = npt.NDArray[np.int16]
+Codes = npt.NDArray[np.int16] | npt.NDArray[np.int32]
 
 # Of up to so many columns, lines have as many rows as make this many codes: a class for each row would cost more than
 # it gives.
@@ -30,6 +31,8 @@ NARROW_DIM, NARROW_LINE = 4, 32
 # The greatest magnitudes of a lattice code, and of the difference of two.
 MAX_CODE = (1 << 15) - 1
 MAX_DIFFERENCE = 2 * MAX_CODE
+# The least and the greatest magnitude of any integer of 32 bits, that of the least one in 32 bits, and of a sum of two.
+_ANY = -(1 << 31), 1 << 32
 # A grid as it is in checksums: its step, scale and shift, as in a payload, and the bits of the mantissa.
 _GRID = struct.Struct("<ffhB")
 # In place of a row that is none: more than a chunk may have.
@@ -46,11 +49,28 @@ class Grid(NamedTuple):
     """What integers stand for: multiples of a step, or the upper bits of floating-point numbers."""
 
     step: float = 0.0  # 0 of a floating grid
-    mantissa: int = 0  # bits of the mantissa that codes keep on a floating grid, 1 to 7; else 0
+    mantissa: int = 0  # bits of the mantissa that codes keep on a floating grid, 1 to 7 or 23; else 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether codes keep all bits of a float32."""
+        return self.mantissa == MANTISSA_BITS
+
+    @property
+    def is_centered(self) -> bool:
+        """Whether codes are stored as differences from the centers of their lines."""
+        return 0 < self.mantissa <= MAX_MANTISSA
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of codes: int16, or int32 if they are exact."""
+        return np.dtype(np.int32 if self.is_exact else np.int16)
 
     @property
     def code_range(self) -> tuple[int, int]:
         """The least and the greatest magnitude of codes other than 0."""
+        if self.is_exact:
+            return _ANY
         return code_range(self.mantissa) if self.mantissa else (1, MAX_CODE)
 
     def __str__(self) -> str:
@@ -124,18 +144,18 @@ class CodedRows:
     @classmethod
     def encode(
         cls,
-        codes: npt.NDArray[np.int16],
+        codes: Codes,
         grid: Grid,
         differences: npt.NDArray[np.signedinteger[Any]] | None = None,
     ) -> CodedRows:
-        """Code rows (count, dim), of at least one value.
+        """Code rows (count, dim), of at least one value, of the dtype of the grid.
 
         Their differences are coded in place of them, where these are given.
         """
         count, dim = codes.shape
         line, centers = rows_of_line(dim) * dim, None
         stored: npt.NDArray[np.signedinteger[Any]]
-        if grid.mantissa == 0 or differences is not None:
+        if not grid.is_centered or differences is not None:
             stored = codes if differences is None else differences
             lines = PackedLines.encode(stored, line)
         else:
@@ -193,9 +213,9 @@ class CodedRows:
         held = Centers.parse(centers, packed.classes, grid.mantissa, is_signed, where)
         return cls(*shape, grid, packed, check, held)
 
-    def decode(self) -> npt.NDArray[np.int16]:
+    def decode(self) -> Codes:
         """Return all codes, flat. `PayloadError` if they are damaged."""
-        codes = np.empty((len(self.lines.order), self.lines.line), np.int16)
+        codes = np.empty((len(self.lines.order), self.lines.line), self.grid.dtype)
         check = begun(self.grid, self.lines)
         for number, (_, begin, end) in enumerate(self.lines.blocks):
             block = self.decode_block(number)
@@ -205,10 +225,14 @@ class CodedRows:
         return codes.reshape(-1)[: self.count * self.dim]
 
     def decode_block(self, number: int, most: int = MAX_CODE) -> Integers:
-        """Return the codes of a block, of magnitudes up to `most`, line after line: int16 up to `MAX_CODE`."""
+        """Return the codes of a block, line after line, of magnitudes up to `most` if they are not exact.
+
+        They are of the dtype of the grid, but where `most` is that of differences.
+        """
+        most = self.grid.code_range[1] if self.grid.is_exact else most
         codes = self.lines.decode_block(number, most if self.centers is None else MAX_DIFFERENCE + 1)
         if self.centers is None:
-            return codes if most > MAX_CODE else codes.astype(np.int16, copy=False)
+            return codes if most == MAX_DIFFERENCE else codes.astype(self.grid.dtype, copy=False)
         _, begin, end = self.lines.blocks[number]
         return self.centers.restore(codes, self.lines.line, self.lines.order[begin:end])
 
@@ -245,32 +269,51 @@ def begun(grid: Grid, lines: PackedLines) -> int:
 
 
 def checksum(check: int, codes: Integers) -> int:
-    """Return the crc32c of codes as int16, given that of those before them."""
-    return int(google_crc32c.extend(check, codes.astype("<i2", copy=False)))
+    """Return the crc32c of codes, of the dtype of their grid, given that of those before them."""
+    return int(google_crc32c.extend(check, codes.astype(codes.dtype.newbyteorder("<"), copy=False)))
 
 
 def code_range(mantissa: int, element: str = "float32") -> tuple[int, int]:
     """Return the least and the greatest magnitude of codes other than 0.
 
-    `mantissa`: bits of the mantissa that codes keep.
+    `mantissa`: bits of the mantissa that codes keep, 1 to 7.
     `element`: the element type whose values they are.
     """
     end = _END_OF_FLOAT16 if element == "float16" else _END_EXPONENT
     return _LEAST_EXPONENT << mantissa, (end << mantissa) - 1
 
 
-def floating_values(codes: npt.NDArray[np.integer[Any]], mantissa: int, element: str) -> npt.NDArray[Any]:
-    """Return the values of codes, of the array dtype of an element type. All of them are exact.
+def grid_values(codes: npt.NDArray[np.integer[Any]], grid: Grid, element: str) -> npt.NDArray[Any]:
+    """Return the values of codes, of the array dtype of an element type.
 
-    `codes`: signed integers of any shape, from `lattice.floating.floating_codes`.
-    `mantissa`, `element`: what the codes were made with.
+    Those on a step are exact in float32, and rounded to the element type. Those on a floating grid are exact.
+
+    `codes`: signed integers of any shape. `PayloadError` if the type has no value of an exact code.
     """
-    wide = codes.astype(np.int64)
-    bits = (np.abs(wide) << (MANTISSA_BITS - mantissa)) | ((wide < 0).astype(np.int64) << 31)
-    with np.errstate(over="ignore"):  # codes that no writer gives float16 rows
-        return bits.astype(np.uint32).view(np.float32).astype(array_dtype(element), copy=False)
+    if grid.is_exact:
+        wide = exact_codes(codes.astype(np.int32, copy=False)).view(np.float32)
+    elif grid.mantissa:
+        sizes = np.abs(codes.astype(np.int64)) << (MANTISSA_BITS - grid.mantissa)
+        wide = (sizes | ((codes < 0).astype(np.int64) << 31)).astype(np.uint32).view(np.float32)
+    else:
+        wide = np.float32(grid.step) * codes.astype(np.float32)
+    if element == "bfloat16":
+        values = round_to_bfloat16(wide)
+    else:
+        with np.errstate(all="ignore"):  # codes that no writer gives float16 rows
+            values = wide.astype(array_dtype(element), copy=False)
+    if grid.is_exact and element != "float32":  # of types whose NaN are not the same to all processors
+        again = values.astype(np.float32)
+        if ((again.view(np.int32) != wide.view(np.int32)) | np.isnan(wide)).any():
+            raise PayloadError(f"a code is that of no {element} value")
+    return values
 
 
-def has_floating_codes(element: Element) -> bool:
-    """Whether values of the type may have codes of a floating grid."""
-    return element.array.kind == "f"
+def exact_codes(bits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return the exact codes of numbers with these bits, or the bits of numbers with these codes."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def has_floating_codes(element: Element, mantissa: int = MAX_MANTISSA) -> bool:
+    """Whether values of the type may have codes of a floating grid of so many bits: exact ones have 32 bits."""
+    return element.array.kind == "f" and (mantissa != MANTISSA_BITS or element.quantizable)

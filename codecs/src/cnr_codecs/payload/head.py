@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import BY_CODE, Element
 from cnr_codecs.errors import PayloadError, PayloadLimitError, UnsupportedPayloadError
-from cnr_codecs.payload.coded import MAX_MANTISSA, has_floating_codes
+from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_MANTISSA, has_floating_codes
 from cnr_codecs.payload.payload import (
     CHECKSUM,
     CODED,
@@ -286,10 +286,10 @@ def _parameter_type(scheme: Scheme, bits: int, parameter: int, element: Element,
     plain_bits = 8 * element.stored.itemsize if scheme is Scheme.RAW else 0
     least, most = (1, 8) if quantized else (plain_bits, plain_bits)
     if scheme in CODED:
-        least, most = 0, MAX_MANTISSA
+        least, most = 0, bits if bits == MANTISSA_BITS else MAX_MANTISSA
     if not least <= bits <= most:
         raise PayloadError(f"{where}: {bits} bits don't fit scheme {scheme.name} of {element.name} values")
     floating = scheme in CODED and bits > 0
-    if quantized and not (has_floating_codes(element) if floating else element.quantizable):
+    if quantized and not (has_floating_codes(element, bits) if floating else element.quantizable):
         raise PayloadError(f"{where}: {element.name} values can't be stored with scheme {scheme.name}")
     return kind

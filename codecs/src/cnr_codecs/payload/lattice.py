@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.elements import round_to_bfloat16
 from cnr_codecs.errors import PayloadError
 from cnr_codecs.kernels.lattice import add_rows, place_floating, place_rows, settle_rows
 from cnr_codecs.payload.coded import (
@@ -18,7 +17,7 @@ from cnr_codecs.payload.coded import (
     CodedRows,
     begun,
     checksum,
-    floating_values,
+    grid_values,
 )
 from cnr_codecs.payload.payload import Payload, Segment
 from cnr_codecs.payload.pending import Need, Pending, Target
@@ -103,26 +102,17 @@ def _place(payload: Payload, segment: Segment, codes: Codes, rows: RowNumbers, t
     """Write the wanted ones of the rows of a block."""
     step, mantissa = np.float32(segment.parameters[0, 0]), segment.bits
     place = (rows, target.first_row, target.need)
-    if mantissa and target.out.dtype == np.float32:
+    is_float32 = payload.element == "float32"
+    if mantissa and (is_float32 or (payload.element == "bfloat16" and segment.grid.is_centered)):
         bits = target.flat.view(np.uint32)
         return int(place_floating(codes, payload.dim, MANTISSA_BITS - mantissa, *place, bits, target.stride))
-    if payload.element == "float32":
+    if is_float32:
         return int(place_rows(codes, payload.dim, step, *place, target.flat, target.stride))
     places = rows.astype(np.int64) - target.first_row
     chosen = np.flatnonzero((places >= 0) & (places < len(target.need)))
     chosen = chosen[target.need[places[chosen]] != 0]
     places = places[chosen]
-    target.out[places] = _values(codes.reshape(-1, payload.dim)[chosen], step, mantissa, payload.element)
+    codes = codes.reshape(-1, payload.dim)[chosen]
+    target.out[places] = grid_values(codes, segment.grid, payload.element)
     target.need[places] = 0
     return len(places)
-
-
-def _values(codes: Codes, step: np.float32, mantissa: int, element: str) -> npt.NDArray[Any]:
-    """Return the values of codes. step * code is exact, and then rounded to the element type."""
-    if mantissa:
-        return floating_values(codes, mantissa, element)
-    values = step * codes.astype(np.float32)
-    if element == "bfloat16":
-        return round_to_bfloat16(values)
-    with np.errstate(over="ignore", under="ignore"):
-        return values.astype(np.float16)

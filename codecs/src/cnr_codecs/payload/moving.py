@@ -170,7 +170,7 @@ def _settle(
     """Add to the codes of rows, a copy of those stored, what is pending of these."""
     chosen = np.flatnonzero(need[rows] == PENDING)
     if len(chosen):
-        held = codes.view(np.int16)
+        held = codes.view(grid.dtype)
         held[chosen] = pending.settle(held[chosen], rows[chosen], grid)
 
 

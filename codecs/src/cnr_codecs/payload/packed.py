@@ -6,8 +6,9 @@ of a width are cut into blocks of up to `BLOCK_CODES` integers, at least one lin
 zigzag code, 2c or -2c - 1: four a byte, as digits of base 3; two a byte, of base 15; or as one to four bytes, of which
 all the lowest stand first. A line of zeros takes nothing. The reference of the tests writes the same bytes.
 
-What is stored, each number as u32: the bytes of the frame of all classes, and this frame; the bytes of each block's
-frame; these frames. Blocks of zeros have none.
+What is stored, each number as u32: the bytes of the frame of all classes, and this frame; the bytes of each block; the
+blocks. A block is a frame; of integers of three and four bytes the bytes of a frame, and this frame, for each place,
+since the bytes of each have a table of their own. Blocks of zeros have none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
-from cnr_codecs.kernels.packed import classify, order_lines, pack_integers, unpack_bytes, unpack_digits
+from cnr_codecs.kernels.packed import (
+    classify,
+    order_lines,
+    pack_integers,
+    unpack_bytes,
+    unpack_digits,
+    unpack_wide,
+)
 from cnr_codecs.payload.frames import Frame, compress, decompress
 
 Codes: TypeAlias = npt.NDArray[np.int32]
@@ -29,11 +37,11 @@ _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 # Of a class: the bits below the width.
 WIDTH_SHIFT = 4
-ZEROS, FOURS, TWOS, ONE_BYTE, FOUR_BYTES = 0, 1, 2, 3, 6
+ZEROS, FOURS, TWOS, ONE_BYTE, THREE_BYTES, FOUR_BYTES = 0, 1, 2, 3, 5, 6
 MAX_UINT16 = (1 << 16) - 1
 # Integers of a block, by width: enough that threads seldom wait for each other's use of the interpreter, few enough for
 # the cache.
-BLOCK_CODES = (1 << 18, 1 << 18, 1 << 18, 1 << 18, 1 << 17, 1 << 16, 1 << 16)
+BLOCK_CODES = (1 << 18, 1 << 18, 1 << 18, 1 << 18, 1 << 17, 1 << 17, 1 << 17)
 # Bases of the digits that a byte has of several integers, and how many these are.
 BASES = {FOURS: (3, 4), TWOS: (15, 2)}
 
@@ -170,8 +178,13 @@ def _pack(codes: npt.NDArray[np.signedinteger[Any]], width: int) -> bytes:
         pack_integers(flat, base, count, packed)
         return compress(packed)
     zigzag = (flat << 1) ^ (flat >> (8 * flat.itemsize - 1))
-    planes = zigzag.astype("<i4", copy=False).view(np.uint8).reshape(-1, 4)[:, : width - TWOS]
-    return compress(np.ascontiguousarray(planes.T).reshape(-1))
+    planes = np.ascontiguousarray(
+        zigzag.astype("<i4", copy=False).view(np.uint8).reshape(-1, 4)[:, : width - TWOS].T
+    )
+    if width < THREE_BYTES:
+        return compress(planes.reshape(-1))
+    frames = [compress(plane) for plane in planes]
+    return b"".join([part for frame in frames for part in (len(frame).to_bytes(4, "little"), frame)])
 
 
 def _unpack(frame: Frame, width: int, size: int, most: int) -> Integers:
@@ -185,16 +198,20 @@ def _unpack(frame: Frame, width: int, size: int, most: int) -> Integers:
         if not unpack_digits(packed, base**count, table, whole):
             raise PayloadError("a byte stands for no integers")
         return whole.view(np.int16)[:size]
-    planes = decompress(frame, (width - TWOS) * size)
-    if width <= ONE_BYTE + 1:
+    if width < THREE_BYTES:
+        planes = decompress(frame, (width - TWOS) * size)
         codes = np.empty(size, np.int16)
         if not unpack_bytes(planes, width - TWOS, min(2 * most, MAX_UINT16), codes):
             raise PayloadError(f"a code is beyond {most}")
         return codes
-    zigzag = planes[:size].astype(np.uint32)
-    for number in range(1, width - TWOS):
-        zigzag |= planes[number * size : (number + 1) * size].astype(np.uint32) << np.uint32(8 * number)
-    if int(zigzag.max()) > 2 * most:
+    parts, place = [], 0
+    for _ in range(width - TWOS):
+        begin = place + 4
+        place = begin + int.from_bytes(frame[place:begin], "little")
+        parts.append(decompress(frame[begin:place], size))
+    if place != len(frame):
+        raise PayloadError(f"its frames are said to take {place} bytes, they have {len(frame)}")
+    planes, wide = np.concatenate(parts), np.empty(size, np.int32)
+    if unpack_wide(planes, width - TWOS, wide) > 2 * most:
         raise PayloadError(f"a code is beyond {most}")
-    wide: Codes = (zigzag >> 1).view(np.int32) ^ -(zigzag & 1).view(np.int32)
     return wide

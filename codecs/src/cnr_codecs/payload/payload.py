@@ -88,8 +88,8 @@ class Segment:
         offset, or the half step. Codebooks: (codebooks, 2**bits), ascending centroids. Lattice: (1, 1), the step, or
         0 on a floating grid.
     codes
-        uint8 (count, bytes a row): packed codes, raw values, or nothing for absent rows. Lattice: codes as int16, or
-        none, (0, bytes a row), where they are in `coded`. Relative: none.
+        uint8 (count, bytes a row): packed codes, raw values, or nothing for absent rows. Lattice: codes as int16, on a
+        floating grid of 23 bits int32, or none, (0, bytes a row), where they are in `coded`. Relative: none.
     books
         uint32 (count,): the codebook of each row, where rows share codebooks. Otherwise None.
     coded
@@ -113,7 +113,9 @@ class Segment:
 
     def coded_rows(self) -> CodedRows:
         """Return the codes of a lattice segment, coded if they are not."""
-        return self.coded or CodedRows.encode(np.ascontiguousarray(self.codes).view(np.int16), self.grid)
+        return self.coded or CodedRows.encode(
+            np.ascontiguousarray(self.codes).view(self.grid.dtype), self.grid
+        )
 
     @property
     def grid(self) -> Grid:
@@ -173,7 +175,7 @@ def book_dtype(count: int) -> np.dtype[Any]:
 def row_bytes(scheme: Scheme, bits: int, dim: int) -> int:
     """Return the bytes of one row's codes. Rows take whole bytes; an absent row takes none."""
     if scheme in CODED:
-        return 2 * dim  # in memory, before they are coded
+        return Grid(mantissa=bits).dtype.itemsize * dim  # in memory, before they are coded
     return 0 if scheme is Scheme.ABSENT else (dim * bits + 7) // 8
 
 

@@ -12,7 +12,16 @@ import numpy.typing as npt
 
 from cnr_codecs.errors import ParentError
 from cnr_codecs.kernels.lattice import find_codes
-from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, NO_ROW, Grid, begun, checksum
+from cnr_codecs.payload.coded import (
+    MANTISSA_BITS,
+    MAX_CODE,
+    NO_ROW,
+    Codes,
+    Grid,
+    begun,
+    checksum,
+    exact_codes,
+)
 from cnr_codecs.payload.payload import Segment
 from cnr_codecs.payload.rowset import RowSet
 
@@ -57,7 +66,7 @@ class Pending:
         self.values, self.grids = values, np.empty(rows, np.uint8)
         self._numbers: dict[Grid, int] = {}
         self.row, self.column, self.where = 0, 0, ""
-        self._proofs: list[tuple[str, npt.NDArray[np.uint32], int, tuple[int, int]]] = []
+        self._proofs: list[tuple[str, npt.NDArray[np.uint32], int, Grid, tuple[int, int]]] = []
         self._newer: dict[str, None] = {}
 
     def part(self, row: int, column: int = 0, where: str = "") -> Pending:
@@ -127,11 +136,9 @@ class Pending:
             segment.coded.rows_of_block(each, offsets) for each in range(len(segment.coded.lines.blocks))
         ]
         checks = begun(segment.grid, segment.coded.lines), segment.coded.check
-        self._proofs.append((self.where, np.concatenate(blocks), self.row - first_row, checks))
+        self._proofs.append((self.where, np.concatenate(blocks), self.row - first_row, segment.grid, checks))
 
-    def settle(
-        self, codes: npt.NDArray[np.int16], rows: npt.NDArray[np.integer[Any]], grid: Grid
-    ) -> npt.NDArray[np.int16]:
+    def settle(self, codes: Codes, rows: npt.NDArray[np.integer[Any]], grid: Grid) -> Codes:
         """Return the codes (n, dim) of pending rows that a segment of that grid has, with their sums added.
 
         Parameters
@@ -153,8 +160,8 @@ class Pending:
         is_other = bool((self.grids[rows] != self.known_number(grid)).any())
         self.check_settled(-1 if is_other else int(is_bad), grid)
         self.sums[rows] = sums
-        narrow: npt.NDArray[np.int16] = sums.astype(np.int16)
-        return narrow
+        settled: Codes = sums.astype(grid.dtype)
+        return settled
 
     def prove(self) -> None:
         """Compare the checksums of all relative segments that were read whole, once no row is pending any more.
@@ -179,20 +186,20 @@ class Pending:
         left_out
             bool (rows,): rows that were not found. Segments that have one are passed over.
         """
-        for where, stored, shift, (check, expected) in self._proofs:
+        for where, stored, shift, grid, (check, expected) in self._proofs:
             rows = np.where(stored != NO_ROW, stored.astype(np.int64) + shift, -1)
             held = rows[rows >= 0]
             if left_out is not None and left_out[held].any():
                 continue
             for first in range(0, len(rows), _PROVEN_ROWS):
-                check = checksum(check, self._codes(rows[first : first + _PROVEN_ROWS]))
+                check = checksum(check, self._codes(rows[first : first + _PROVEN_ROWS], grid))
             yield where, held, check == expected
 
-    def _codes(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
+    def _codes(self, rows: npt.NDArray[np.int64], grid: Grid) -> Codes:
         """The codes (n, columns) that rows were settled with; 0 of those that are none, below 0."""
-        if self.values is None:
-            held: npt.NDArray[np.int16] = np.where(rows[:, None] < 0, 0, self.sums[rows]).astype(np.int16)
-            return held
+        if self.values is None or grid.is_exact:
+            held = self.sums[rows] if self.values is None else exact_codes(self.sums[rows])
+            return np.where(rows[:, None] < 0, 0, held).astype(grid.dtype)
         codes = np.empty((len(rows), self.sums.shape[1]), np.int16)
         steps = np.array([grid.step for grid in self._numbers], np.float32)
         shifts = np.array([MANTISSA_BITS - grid.mantissa for grid in self._numbers], np.uint32)

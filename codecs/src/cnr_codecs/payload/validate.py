@@ -102,7 +102,8 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     """Return a lattice or a relative segment. Its codes are proven when they are decoded."""
     where, shape = entry.where, (entry.row_set.count, header.dim)
     step, scale, shift, flags, reserved, check = GRID.unpack(reader.read(GRID.size, where, "grid").tobytes())
-    is_centered = entry.bits > 0 and entry.scheme is Scheme.LATTICE  # differences are near 0 as they are
+    grid = Grid(step, entry.bits)
+    is_centered = grid.is_centered and entry.scheme is Scheme.LATTICE  # differences are near 0 as they are
     is_signed = flags == SIGNED and is_centered
     if (scale, shift, reserved) != (1, 0, 0) or (flags and not is_signed):
         raise UnsupportedPayloadError(
@@ -117,7 +118,6 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     if entry.body_bytes < GRID.size:
         raise PayloadError(f"{where}: a body of {entry.body_bytes} bytes has no room for the grid")
     data = reader.read(entry.body_bytes - GRID.size, where, "coded rows").data
-    grid = Grid(step, entry.bits)
     coded = CodedRows.parse(data, shape, check, grid, where, is_centered=is_centered, is_signed=is_signed)
     parameters = np.full((1, 1), step, np.float32)
     no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, header.dim)), np.uint8)

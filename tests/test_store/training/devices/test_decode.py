@@ -11,9 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_codecs import KMeansRows, LatticeRows, RowCodec, Scheme, Segment, UniformRows, parse, take_rows
-from cnr_codecs.lattice.steps import values_of
-from cnr_codecs.payload.coded import MAX_CODE, code_range, floating_values
+from cnr_codecs import (
+    FloatingRows,
+    KMeansRows,
+    LatticeRows,
+    RowCodec,
+    Scheme,
+    Segment,
+    UniformRows,
+    parse,
+    take_rows,
+)
+from cnr_codecs.payload.coded import MAX_CODE, code_range
 from cnr_codecs.payload.payload import ParameterType
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.uniform.uniform import SchemeName
@@ -21,6 +30,8 @@ from cnr_store.training.devices import arithmetic
 from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.encode import on_host
 from tests.test_codecs import hard_rows
+from tests.test_codecs.references.floating import floating_values
+from tests.test_codecs.references.lattice import values_of
 from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_encode import DTYPES, ELEMENTS, SEEDS, table_of
 
@@ -114,6 +125,8 @@ def test_segments_that_the_host_has_to_decode() -> None:
         raw = hard_rows.encode(UniformRows(), values * np.nan).segments
         assert not DeviceRows(target).write([*raw, *payload.segments], 0)
         assert (target == 5).all()
+    (exact,) = take_rows(hard_rows.encode(FloatingRows(23), values), np.ones(4, np.uint8))
+    assert not DeviceRows(target).write([exact], 0)
     (segment,) = take_rows(hard_rows.encode(LatticeRows(step=0.5), values), np.ones(4, np.uint8))
     assert not DeviceRows(target.double()).write([segment], 0)
     assert DeviceRows(target).write([segment], 0)

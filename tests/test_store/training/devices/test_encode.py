@@ -198,6 +198,11 @@ def test_rows_that_are_not_next_to_each_other(codec: RowCodec) -> None:
     check(codec, table_of(17, 40, 5, "float32").T, "float32", 6)
 
 
+def test_exact_codes_are_left_to_the_host() -> None:
+    assert can_encode(FloatingRows(7), table_of(4, 3, 0, "float32"), True)
+    assert not can_encode(FloatingRows(23), table_of(4, 3, 0, "float32"), True)
+
+
 @pytest.mark.parametrize("element", sorted(DTYPES))
 def test_step_of_a_whole_table_is_the_one_that_the_host_finds(
     element: str, monkeypatch: pytest.MonkeyPatch

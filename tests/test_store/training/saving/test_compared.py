@@ -42,6 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "relative": {"codec": RELATIVE, "state_bits": "m3"},
     "lattice": {"codec": LATTICE, "state_bits": "m3"},
     "uniform": {"bits": 4, "state_bits": 4},
+    "exact": {"codec": {"id": "cnr_floating", "mantissa_bits": 23, "relative": True}, "state_bits": "m23"},
     "lossless": {"bits": 32},
 }
 
@@ -313,7 +314,7 @@ WAYS = [
 
 
 @pytest.mark.some_by_day(8)
-@pytest.mark.parametrize("form", ["relative", "uniform", "lossless"])
+@pytest.mark.parametrize("form", ["relative", "uniform", "exact", "lossless"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_comparison_finds_what_nobody_sees(tmp_path: Path, way: Callable[[Any], None], form: str) -> None:
     job = Job(MAKERS["Adam"])

@@ -14,14 +14,13 @@ from torch.optim import Adagrad, SparseAdam
 import cnr_store
 from cnr_backends import open_backend
 from cnr_codecs import FloatingRows, LosslessRows
-from cnr_codecs.payload.coded import floating_values
 from cnr_store import Checkpointer, OptionError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout, record_document
 from cnr_store.policies.widths import ExpectedRestores, StateWidths
 from cnr_store.training.saving.codec_choice import CodecChoice
-from tests.test_codecs.references.floating import codes_of
+from tests.test_codecs.references.floating import codes_of, floating_values
 from tests.test_docs import block
 from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.training.saving.test_state_bits import Model, OneSumARow, slots, train
@@ -78,6 +77,9 @@ def test_widths_of_floating_grids() -> None:
     }
     assert codecs.pop("int32") == LosslessRows()
     assert set(codecs.values()) == {FloatingRows(5)}
+    exact = CodecChoice(bits="auto", codec={"*": RELATIVE}, state_bits="m23")
+    assert exact.state_codec_for("t", "s", 1 << 20, "float32") == FloatingRows(23)
+    assert exact.state_codec_for("t", "s", 1 << 20, "float64") == LosslessRows()
 
 
 def test_the_width_of_a_table_follows_the_restores() -> None:
@@ -126,6 +128,42 @@ def test_versions_give_back_the_codes(tmp_path: Path, policy: str, options: dict
     np.testing.assert_array_equal(held(tmp_path, version), values)
     if entry_of(tmp_path, version).base is not None:
         assert {"floating", "lattice"} <= requires(tmp_path, version, "folds")
+
+
+@pytest.mark.parametrize("policy", ["one-shot", "consecutive"])
+def test_all_bits_come_back_beside_relative_rows(tmp_path: Path, policy: str) -> None:
+    """None of these rows is relative; deltas hold those that changed alone, and folds keep them."""
+    model = Model()
+    optimizer = Adagrad(model.parameters())
+    options: dict[str, Any] = {
+        "policy": policy,
+        "bits": "auto",
+        "codec": {"*": RELATIVE},
+        "state_bits": "m23",
+    }
+    expected = {}
+    with Checkpointer(str(tmp_path), model, optimizer, **options) as checkpointer:
+        for step in range(3):
+            train(model, optimizer, 1, seed=step)
+            version = checkpointer.save(step).result().id
+            expected[version] = slots(model, optimizer)["sum"].numpy().copy()
+    for version, values in expected.items():
+        assert held(tmp_path, version).tobytes() == values.tobytes()
+        assert count_relative(str(tmp_path), version, PATH) == 0
+    entry = entry_of(tmp_path, version)
+    assert dict(entry.codec) == {"id": "cnr_floating", "mantissa_bits": 23}
+    assert entry.base is not None
+    assert entry.rows < len(values)
+    assert not cnr_store.verify(str(tmp_path), deep=True).problems
+    names: dict[str, Any] = {}
+    exec(compile(block("reader"), "docs/format.md", "exec"), names)
+    assert names["read_rows"](tmp_path, version, PATH).tobytes() == values.tobytes()
+    cnr_store.compact(str(tmp_path), version)
+    assert held(tmp_path, version).tobytes() == values.tobytes()
+    again = Model(1)
+    other = Adagrad(again.parameters())
+    cnr_store.load(str(tmp_path), again, other)
+    assert slots(again, other)["sum"].numpy().tobytes() == values.tobytes()
 
 
 def test_all_slots_of_adam_and_one_number_a_row_gain(tmp_path: Path) -> None:

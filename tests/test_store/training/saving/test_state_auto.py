@@ -405,5 +405,5 @@ def test_explain_goes_by_the_rule(tmp_path: Path) -> None:
 
 def test_widths_by_optimizer_are_for_state_alone(tmp_path: Path) -> None:
     model = Job(MAKERS["Adam"]).model
-    with pytest.raises(OptionError, match=r"state_bits 'automatic': use 2, .* 'm7', 'auto', or a mapping"):
+    with pytest.raises(OptionError, match=r"state_bits 'automatic': use 2, .* 'm23', 'auto', or a mapping"):
         cnr_store.Checkpointer(tmp_path, model, state_bits="automatic")
