@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
+from zlib import crc32
 
 from cnr_store.errors import UnsupportedModelError
 
 MAX_RANKS = 1 << 16
 """Of a placement that another rank sent: a damaged one must not fill the memory."""
 MAX_ROWS = 1 << 62
+WRITER_ROWS = 1 << 12
+"""Replicas share their rows out in runs of so many."""
+MOST_WRITERS = 8
+"""Of a table's replicas, or each shard of a small delta would get rows from a thousand ranks."""
 
 
 class Piece(NamedTuple):
@@ -113,6 +119,17 @@ class Placement:
         begin = bisect_right(self.bands, first_row, key=lambda band: band.end_row)
         return self.bands[begin : bisect_left(self.bands, end_row, key=lambda band: band.first_row)]
 
+    @cached_property
+    def by_writer(self) -> Self:
+        """The same with one rank alone for each row, or part of it: the replica that compares, counts and writes it.
+
+        Replicas that a table's arrays have of the same rows share them out alike.
+        """
+        if not any(len(span.ranks) > 1 for band in self.bands for span in band.spans):
+            return self
+        start = crc32(self.name.rpartition("/")[0].encode())
+        return replace(self, bands=tuple(part for band in self.bands for part in _by_writer(band, start)))
+
     def is_full(self, first_row: int, rows: int) -> bool:
         """Whether whoever holds any of these rows holds all their columns."""
         return all(band.is_full_width for band in self.overlapping(first_row, first_row + rows))
@@ -139,6 +156,18 @@ class Placement:
         if end_row != shape[0]:
             raise ValueError(f"the bands of {name!r} have {end_row} rows of {shape[0]}")
         return cls(name, (shape[0], shape[1]), tuple(bands))
+
+
+def _by_writer(band: Band, start: int) -> Iterator[Band]:
+    """The band in parts of one writer each; `start` spreads tables of few rows over the ranks."""
+    ranks = band.spans[0].ranks
+    blocks = -(-band.rows // WRITER_ROWS)
+    count = min(len(ranks), blocks, MOST_WRITERS) if band.is_full_width else 1
+    edges = [min(blocks * part // count * WRITER_ROWS, band.rows) for part in range(count + 1)]
+    for part, (begin, end) in enumerate(pairwise(edges)):
+        at = start + part
+        spans = [span._replace(ranks=(span.ranks[at % len(span.ranks)],)) for span in band.spans]
+        yield Band(band.first_row + begin, end - begin, tuple(spans))
 
 
 def _check_inside(name: str, shape: tuple[int, int], pieces: Sequence[Piece]) -> None:

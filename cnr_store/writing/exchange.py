@@ -194,6 +194,8 @@ class Exchange:
                     yield EncodedChunk(shard.write, shard.shard, slot, payload)
                     continue
                 values = rows.values(start, stop)
+                if rows.codes is not None:
+                    rows.codes.note(start, values)
                 for span in spans:
                     part = columns_of(held, values, span.first_column, span.columns)
                     yield RawRows(

@@ -12,8 +12,8 @@ So before a delta is written, some of the codes are compared with what is stored
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,9 @@ class RowCodes:
     @property
     def known_digests(self) -> Digests | None:
         """The digests, if there are any: beside codes most rows need none."""
-        return self.digests if self.digests is not None and self.digests.any() else None
+        return (
+            self.digests if self.made is None or (self.digests is not None and self.digests.any()) else None
+        )
 
     def note(self, begin: int, values: Array) -> None:
         """Note rows of a codec without codes, from this position of the write on."""
@@ -161,6 +163,17 @@ class Known:
             first_row,
             shape,
         )
+
+    def part(self, first_row: int, shape: tuple[int, int]) -> Known | None:
+        """What is known of some of these rows; None if they are not among them."""
+        if (first_row, shape) == (self.first_row, self.shape):
+            return self
+        begin, end = first_row - self.first_row, first_row - self.first_row + shape[0]
+        if begin < 0 or end > self.shape[0] or shape[1] != self.shape[1]:
+            return None
+        codes = None if self.codes is None else self.codes[begin:end].copy()
+        digests = None if self.digests is None else self.digests[begin:end].copy()
+        return replace(self, first_row=first_row, shape=shape, codes=codes, digests=digests)
 
     @classmethod
     def nothing(
@@ -237,8 +250,10 @@ class CodeCache:
     ) -> Known | None:
         """What is known of such rows in the version `base`, if the codec would store them there as they are stored."""
         known = self._known.get(path)
-        if known is None or not known.fits(base, first_row, shape):
+        known = known.part(first_row, shape) if known is not None and known.version == base else None
+        if known is None or base is None:
             return None
+        self._known[path] = known  # a load notes also rows that other ranks write
         own = gridded_codec(codec)
         if known.codes is None:
             return known if known.codec == codec.get_config() else None
@@ -261,23 +276,21 @@ class CodeCache:
         shape: tuple[int, int],
         *,
         over: str | None,
-        parts: Sequence[tuple[int, int]] = (),
         is_kept: bool,
         is_compared: bool = False,
     ) -> RowCodes | None:
-        """What a write of an array has to note; None if nothing, or if rows are held in part only.
+        """What a write of an array, of whole rows, has to note; None if nothing.
 
         `path`, `codec`, `base`: of the write.
         `rows`: (n,): the rows written, of those held; None for all.
         `first_row`, `shape`: the first row held; how many rows and columns are.
         `over`: the version whose rows stay beneath those written.
-        `parts`: first column and number of columns of what is held; () where no other rank has any.
         `is_kept`: whether later deltas may depend on the version that is written.
         `is_compared`: whether later saves compare the array with it.
         """
         self._writes.pop(path, None)  # of a save that was not committed
         own, is_relative = gridded_codec(codec), relative_codec(codec) is not None
-        if not (is_relative or is_compared) or parts not in ((), ((0, shape[1]),)):
+        if not (is_relative or is_compared):
             return None
         parent, count = None, shape[0] if rows is None else len(rows)
         if is_relative and base is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -102,6 +102,21 @@ class RowArray:
     def local_columns(self) -> int:
         """Columns that this process holds of its rows."""
         return sum(part.columns for part in self.parts)
+
+    @property
+    def local_rows(self) -> int:
+        """Rows that this process holds, or those of them that it was narrowed to."""
+        return len(self.parts[0].tensor) if self.parts else 0
+
+    def narrowed(self, rows: slice) -> RowArray:
+        """The array with some of the rows that this process holds, in place of all."""
+        if rows == slice(0, self.local_rows):
+            return self
+        parts = tuple(ColumnPart(part.first_column, part.tensor.detach()[rows]) for part in self.parts)
+        drop = self.drop
+        if drop is not None and drop.second is not None:
+            drop = replace(drop, second=drop.second.narrowed(rows))
+        return replace(self, parts=parts, drop=drop)
 
     def copy_rows(self, ids: AnyArray | slice, out: AnyArray) -> None:
         """Copy rows that this process holds, as they are to be stored: by their numbers from the first one held."""

@@ -80,6 +80,30 @@ def together(
     return prepared, merged
 
 
+def compare_together(
+    group: Group,
+    phase: str,
+    paths: Sequence[str],
+    compare: Callable[[], dict[str, T]],
+    progress: Callable[[], int],
+) -> dict[str, T]:
+    """Compare arrays on all ranks; what is found of those of which every rank knows what is stored.
+
+    `paths`: those that may be compared, the same on all ranks.
+    `compare`: gives what is found by path, without those of which this rank knows nothing.
+    `progress`: as for `together`.
+    """
+
+    def say(found: Mapping[str, T]) -> Document:
+        return {"known": "".join("01"[path in found] for path in paths)}
+
+    def merge(said: list[Document]) -> Document:
+        return {"known": "".join(map(min, zip(*(doc["known"] for doc in said), strict=True)))}
+
+    found, agreed = together(group, phase, compare, say, progress, merge)
+    return {path: found[path] for path, known in zip(paths, agreed["known"], strict=True) if known == "1"}
+
+
 def check_alike(
     phase: str,
     documents: Sequence[Document],

@@ -134,16 +134,23 @@ class Copies:
         base = None if line is None else line.base(decision.since)
         codec = keep_step(codec_of(self._codecs, array), line.lattice if line else None)
         held = self._tally.held(array, counts)
-        codes = self._code_cache.for_write(
-            *(array.path, codec, base, written, table.first_row),
-            (table.local_rows if copied is None else array.shape[0], (*array.shape, 1)[1]),
-            parts=() if held is None else held.columns,
-            over=line.links[0] if line else None,
-            is_kept=self._keeps == "all" or (self._keeps == "whole" and base is None),
-            is_compared=is_compared
-            and held is None
-            and (array.row_bytes >= LEAST_DIGESTED_BYTES or gridded_codec(codec) is not None),
-        )
+        first_row, rows = (0, array.shape[0]) if held is None else (held.first_row, held.rows)
+        if held is not None:  # replicas of the other rows are written by other ranks
+            start = first_row - table.first_row
+            array = array.narrowed(slice(start, start + rows))
+            if written is not None:
+                begin, end = np.searchsorted(written, [start, start + rows]).tolist()
+                written, copied = written[begin:end] - start, copied and copied.some(begin, end)
+        codes = None
+        if held is None or held.placement.is_full(held.first_row, held.rows):
+            codes = self._code_cache.for_write(
+                *(array.path, codec, base, written, first_row),
+                (rows, (*array.shape, 1)[1]),
+                over=line.links[0] if line else None,
+                is_kept=self._keeps == "all" or (self._keeps == "whole" and base is None),
+                is_compared=is_compared
+                and (array.row_bytes >= LEAST_DIGESTED_BYTES or gridded_codec(codec) is not None),
+            )
         own = codec if is_sent_encoded(held, codec) else None
         in_place = takes_changing_rows(codec)
         source = copied or self.staging.stage(array, written, pending, in_place=in_place, codec=own)
@@ -152,7 +159,7 @@ class Copies:
             shape=array.shape,
             element=array.element,
             base=base,
-            ids=None if written is None else written + table.first_row,
+            ids=None if written is None else written + first_row,
             source=source,
             codec=source.codec if isinstance(source, RowsFromDevice) else codec,
             aliases=table.tied_names if array.is_weight else (),

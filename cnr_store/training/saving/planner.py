@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,10 @@ from cnr_store.training.saving.tally import (
     Taken,
     Tally,
     continues,
-    not_continued,
+    place,
     worth_whole,
 )
-from cnr_store.training.tracking.bitmap import count
+from cnr_store.training.tracking.bitmap import bitmap_bytes, count
 from cnr_store.training.tracking.comparison import Comparison
 from cnr_store.training.tracking.moments import Factors, Moments
 from cnr_store.writing.lineage import Lineage
@@ -65,7 +65,7 @@ class Planner:
         self._costs = options.costs
         self._tally = tally
         self._code_cache, self._delta_bytes = CodeCache(), DeltaBytes()
-        self._comparison, self._moments = Comparison(), Moments(trained.slot_names)
+        self.comparison, self._moments = Comparison(), Moments(trained.slot_names)
         # What arrays are compared with: the last version, or their whole one, which later deltas depend on.
         self._parents: Since = "previous" if options.policy in ("consecutive", "auto") else "baseline"
         keeps: Keeps = (
@@ -91,7 +91,7 @@ class Planner:
         """Give the memory of snapshots back."""
         self._copies.staging.clear()
         self._code_cache.clear()
-        self._comparison.close()
+        self.comparison.close()
 
     def compile_steps(self) -> Iterator[None]:
         """Compile what saving and loading the tables will run, one kernel a step: see `CodecChoice.compile_steps`."""
@@ -108,15 +108,6 @@ class Planner:
         `since_whole`: by path of an array, packed: the rows that changed since its whole version was saved.
         """
         self._code_cache.clear()
-        if (
-            self._tally.world > 1
-        ):  # ranks count the rows of a table alike, whichever of its arrays they changed in
-            joined: Bitmaps = {}
-            for table in self._tables:
-                sets = [rows for path, rows in since_whole.items() if _group(path) == _group(table.path)]
-                if table.path in since_whole:
-                    joined[table.path] = reduce(np.bitwise_or, sets)
-            since_whole = joined
         self._past = lineage, since_whole
 
     def foresee_commit(self, record: Record, taken: Taken) -> None:
@@ -144,8 +135,7 @@ class Planner:
         return after, sets.since_whole(record.id, after.lines, taken.arrays)
 
     def _sets(self, taken: Taken, since_whole: Bitmaps) -> RowSets:
-        by_array = self._tally.world == 1
-        return RowSets(taken.dirty, taken.compared, since_whole, self._parents, by_array=by_array)
+        return RowSets(taken.dirty, taken.compared, since_whole, self._parents)
 
     def apply_fold(self, version: str, nbytes: int) -> None:
         """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""
@@ -166,17 +156,27 @@ class Planner:
     def compare(self, arrays: Iterable[RowArray], unsafe: Collection[str], full: bool) -> Bitmaps:
         """The changed rows of tables of which hooks can't tell them, by what is known of the rows stored.
 
-        An array of which nothing is known is left out: all of its rows are written.
+        An array of which nothing is known is left out: all of its rows are written. Rows that other ranks write are not
+        looked at.
 
         `unsafe`: names of these tables.
         """
-        if self._is_full(full) or self._tally.world > 1:
-            return {}
-        return {
-            array.path: self._comparison.changed(array, known)
-            for array in arrays
-            if array.table.name in unsafe and (known := self._known(array)) is not None
-        }
+        found: Bitmaps = {}
+        for array in arrays if self.compares(unsafe, full) else ():
+            if array.table.name not in unsafe:
+                continue
+            own, changed = self._tally.own(array), np.zeros(bitmap_bytes(array.table.local_rows), np.uint8)
+            if own.start < own.stop:
+                known = self._known(array, own)
+                if known is None:
+                    continue
+                place(self.comparison.changed(array.narrowed(own), known), own.start, changed)
+            found[array.path] = changed
+        return found
+
+    def compares(self, unsafe: Collection[str], full: bool) -> bool:
+        """Whether the next save compares these tables, if anything is known of their rows; alike on all ranks."""
+        return bool(unsafe) and not self._is_full(full)
 
     def to_learn(
         self, table: Table, columns: int, configs: Sequence[Mapping[str, Any] | None], unsafe: Collection[str]
@@ -188,7 +188,8 @@ class Planner:
         """
         config, grids = configs[0], {stored_grid(each) for each in configs}
         grid = grids.pop() if len(grids) == 1 else None
-        if self._policy == "full" or self._tally.world > 1 or config is None:
+        is_in_columns = [part.columns for part in table.parts] != [table.dim]
+        if self._policy == "full" or is_in_columns or config is None:
             return None
         is_relative = grid is not None and bool(config.get("relative"))
         is_alike = grid is not None or all(each == config for each in configs)
@@ -204,16 +205,14 @@ class Planner:
             if line is not None:
                 self._code_cache.adopt(path, known, line.base(self._parents))
 
-    def _known(self, array: RowArray) -> Known | None:
-        """What is known of an array in the version that its next delta depends on."""
+    def _known(self, array: RowArray, own: slice) -> Known | None:
+        """What is known of an array's rows in the version that its next delta depends on; `own`: of those held."""
         line = self.lineage.lines.get(array.path)
         if line is None or not continues(array, line):
             return None
         codec = self._codec_of(array)
-        shape = array.table.local_rows, array.local_columns
-        return self._code_cache.find(
-            array.path, codec, line.base(self._parents), array.table.first_row, shape
-        )
+        base, shape = line.base(self._parents), (own.stop - own.start, (*array.shape, 1)[1])
+        return self._code_cache.find(array.path, codec, base, array.table.first_row + own.start, shape)
 
     def _is_full(self, full: bool) -> bool:
         return full or self._policy == "full" or self.lineage.past is None
@@ -259,8 +258,7 @@ class Planner:
         `unsafe`: as in a `Snapshot`.
         """
         self._codecs.resolve_auto(self.lineage.restores)
-        if self.lineage.version is not None:  # else: what deltas after the first version will hold
-            unsafe = not_continued(arrays, self.lineage.lines) | dict(unsafe)
+        unsafe = self._tally.why_whole(arrays, self.lineage, unsafe)
         since: Since = "previous" if self._policy == "consecutive" else "baseline"
         sets, tables = self._sets(taken, self._since_whole), []
         for table in self._tables:
@@ -342,14 +340,9 @@ class Planner:
     def _whole_reasons(self, snapshot: Snapshot) -> dict[str, str]:
         """Why arrays are written whole although the policy may want a delta, by path."""
         # State beside a table that is whole is whole, too, unless it was compared.
-        reasons = not_continued(snapshot.arrays, self.lineage.lines) | dict(snapshot.unsafe)
+        reasons = self._tally.why_whole(snapshot.arrays, self.lineage, snapshot.unsafe)
         return {
             array.path: reasons[array.table.name]
             for array in snapshot.arrays
             if array.table.name in reasons and array.path not in snapshot.compared
         }
-
-
-def _group(path: str) -> str:
-    """The group of an array's table."""
-    return path.rsplit("/", 1)[0]

@@ -26,6 +26,7 @@ from cnr_store.training.model.arguments import Overlap
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
+from cnr_store.training.saving.agreement import compare_together
 from cnr_store.training.saving.explanation import Explanation, SaveStats, save_line
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave, SaveCallbacks
@@ -203,7 +204,16 @@ class SaveQueue:
 
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Callable[[], Plan]:
         snapshot.small = self._small = SmallTables.among(snapshot.arrays, self._small)
-        snapshot.compared.update(self.planner.compare(snapshot.arrays, snapshot.unsafe, full))
+        if self.planner.compares(snapshot.unsafe, full):
+            paths = sorted(array.path for array in snapshot.arrays if array.table.name in snapshot.unsafe)
+            found = compare_together(
+                self._group,
+                f"save of step {pending.step}: compare",
+                paths,
+                lambda: self.planner.compare(snapshot.arrays, snapshot.unsafe, full),
+                lambda: self.planner.comparison.blocks,
+            )
+            snapshot.compared.update(found)
         changed = self.planner.count(snapshot, full)
         decision = self.planner.decide(snapshot, full, changed)
         if not decision.full:  # a full version holds every row, flagged or not

@@ -54,6 +54,10 @@ class StagedRows:
     def block(self, begin: int, end: int) -> AnyArray:
         return self._values[begin:end]
 
+    def some(self, begin: int, end: int) -> StagedRows:
+        """Those at these positions."""
+        return StagedRows(self._values[begin:end])
+
 
 @dataclass(frozen=True)
 class StagedTogether:
@@ -144,7 +148,7 @@ class Staging:
             if encoded is not None:
                 self._used_bytes += encoded.nbytes
                 return encoded
-        rows, dtype = array.table.local_rows if ids is None else len(ids), array_dtype(array.dtype)
+        rows, dtype = array.local_rows if ids is None else len(ids), array_dtype(array.dtype)
         nbytes = rows * array.local_columns * dtype.itemsize
         if self._used_bytes + nbytes > self.limit_bytes:
             self.left_bytes += nbytes

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, add_counts, bitmap_bytes, full_bitmap
-from cnr_store.writing.lineage import ArrayLine
+from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Held
 
 Bitmaps = dict[str, Bitmap]
@@ -80,17 +81,14 @@ class RowSets:
 
     `dirty`: by table name, packed: the rows that may have changed since the last version.
     `compared`: by path of arrays that were compared with what is stored: the rows that differ from `parents`.
-    `since_whole`: the rows that changed between the array's whole version and the last one. By the path of the array,
-    and where arrays of a table do not differ by `Table.path`.
+    `since_whole`: by path: the rows that changed between the array's whole version and the last one.
     `parents`: what compared arrays were compared with.
-    `by_array`: whether arrays of a table may differ. Of many ranks, all count by tables.
+
+    Of rows that other ranks write nothing need be known but in `dirty`.
     """
 
-    def __init__(
-        self, dirty: Bitmaps, compared: Bitmaps, since_whole: Bitmaps, parents: Since, *, by_array: bool
-    ) -> None:
+    def __init__(self, dirty: Bitmaps, compared: Bitmaps, since_whole: Bitmaps, parents: Since) -> None:
         self._dirty, self._compared, self._since_whole, self._parents = dirty, compared, since_whole, parents
-        self._by_array = by_array
         self._joined: dict[tuple[int, int], Bitmap] = {}  # arrays of a table share their sets
         self._filled: dict[tuple[int, bool], Bitmap] = {}
 
@@ -102,7 +100,7 @@ class RowSets:
         dirty = self._dirty[array.table.name] if compared is None else compared
         if since == "previous":
             return dirty
-        former = self._since_whole.get(self._key(array))
+        former = self._since_whole.get(array.path)
         if former is None or former.size != dirty.size:  # the table grew
             return self._of_all(array, changed=True)
         key = id(dirty), id(former)
@@ -112,17 +110,13 @@ class RowSets:
 
     def since_whole(self, version: str, lines: Mapping[str, ArrayLine], arrays: Iterable[_Array]) -> Bitmaps:
         """What `since_whole` is once `version` was committed with `lines`."""
-        keys = {self._key(array): array for array in arrays}
         # An array that this version holds whole starts over; any other still lacks what it lacked.
         return {
-            key: self._of_all(array, changed=False)
-            if lines[key].links == (version,)
+            array.path: self._of_all(array, changed=False)
+            if lines[array.path].links == (version,)
             else self.of(array, "baseline")
-            for key, array in keys.items()
+            for array in arrays
         }
-
-    def _key(self, array: _Array) -> str:
-        return array.path if self._by_array else array.table.path
 
     def _of_all(self, array: _Array, *, changed: bool) -> Bitmap:
         key = array.table.local_rows, changed
@@ -162,62 +156,92 @@ class Tally:
         joined = np.zeros(sum(sizes), np.uint8)
         edges = np.cumsum([0, *sizes])
         for table, first in zip(shared, edges, strict=False):
-            _place(flags[table.name], table, joined[first:])
+            place(flags[table.name], table.first_row, joined[first : first + -(-table.rows // 8)])
         joined = self._group.either(joined)
         for table, first, size in zip(shared, edges, sizes, strict=False):
             flags[table.name] = slice_rows(joined[first : first + size], table.first_row, table.local_rows)
 
+    def own(self, array: _Array) -> slice:
+        """Of the rows of an array that this rank holds, those that it compares, counts and writes."""
+        first, rows = array.table.first_row, array.table.local_rows
+        placement = self.placements.get(array.path)
+        if placement is None:
+            return slice(0, rows)
+        bands = placement.by_writer.overlapping(first, first + rows)
+        own = [band for band in bands if self._group.rank in band.ranks]
+        return slice(own[0].first_row - first, own[-1].end_row - first) if own else slice(0, 0)
+
+    def why_whole(
+        self, arrays: Sequence[RowArray], lineage: Lineage, unsafe: Mapping[str, str]
+    ) -> dict[str, str]:
+        """By name, why tables are whole, if they are not compared.
+
+        `lineage`: of the version before; if there is none, this is about the save after the next.
+        `unsafe`: the tables of whose changed rows hooks don't know.
+        """
+        found = dict(unsafe)
+        for array in arrays:
+            placement, name = self.placements.get(array.path), array.table.name
+            if name in unsafe and placement is not None and not placement.is_full(0, array.shape[0]):
+                found[name] = f"{unsafe[name]}; rows whose columns several ranks hold are not compared"
+            elif lineage.version is not None and not continues(array, lineage.lines.get(array.path)):
+                found.setdefault(name, "no version before it can be continued")
+        return found
+
     def held(self, array: RowArray, counts: Counts | None) -> Held | None:
-        """What this rank has of an array; None where it has all of it. `counts`: the rows written, on all ranks."""
+        """What this rank writes of an array; None where it has all of it. `counts`: the rows written, on all ranks."""
         placement = self.placements.get(array.path)
         if placement is None:
             return None
+        own = self.own(array)
         columns = tuple((part.first_column, part.columns) for part in array.parts)
-        return Held(array.table.first_row, array.table.local_rows, columns, placement, counts)
+        first_row = array.table.first_row + own.start
+        return Held(first_row, own.stop - own.start, columns, placement.by_writer, counts)
 
     def counts(self, arrays: Sequence[_Array], flags: Callable[[_Array], Bitmap]) -> dict[str, Counts]:
         """(blocks,) by path: the rows flagged of each `BLOCK_ROWS` rows of an array; each row counts once.
 
-        `flags`: gives the rows flagged of an array. Arrays of a table that have the same are counted together.
+        `flags`: gives the rows flagged of an array. One process counts arrays of a table that have the same together.
         """
         numbers: dict[tuple[str, int], int] = {}
-        counted: list[tuple[Table, Bitmap]] = []
+        counted: list[tuple[_Array, Bitmap]] = []
         of: dict[str, int] = {}
-        for array in arrays:
+        for array in sorted(arrays, key=attrgetter("path")):  # alike on all ranks
             flagged = flags(array)
-            of[array.path] = numbers.setdefault((array.table.name, id(flagged)), len(counted))
+            key = (array.table.name, id(flagged)) if self.world == 1 else (array.path, 0)
+            of[array.path] = numbers.setdefault(key, len(counted))
             if of[array.path] == len(counted):
-                counted.append((array.table, flagged))
-        edges = np.cumsum([0, *(block_count(table.rows) for table, _ in counted)])
+                counted.append((array, flagged))
+        edges = np.cumsum([0, *(block_count(array.table.rows) for array, _ in counted)])
         total = np.zeros(int(edges[-1]), np.int64)
-        for (table, flagged), (first, end) in zip(counted, pairwise(edges.tolist()), strict=True):
-            self._count(flagged, table, total[first:end])
+        for (array, flagged), (first, end) in zip(counted, pairwise(edges.tolist()), strict=True):
+            self._count(flagged, array, total[first:end])
         total = self._group.sum(total)
         parts = [total[first:end] for first, end in pairwise(edges.tolist())]  # which arrays may share
         return {path: parts[number] for path, number in of.items()}
 
-    def _count(self, flags: Bitmap, table: Table, into: Counts) -> None:
+    def _count(self, flags: Bitmap, array: _Array, into: Counts) -> None:
         """Add up the rows flagged of those that this rank counts: no other rank that has them does."""
-        placement = self.placements.get(table.path)
+        placement, table = self.placements.get(array.path), array.table
         if placement is None:
             add_counts(flags, table.first_row, BLOCK_ROWS, into)
             return
         end = table.first_row + table.local_rows
-        for band in placement.overlapping(table.first_row, end):
+        for band in placement.by_writer.overlapping(table.first_row, end):
             if band.counting_rank == self._group.rank:
                 own = slice_rows(flags, band.first_row - table.first_row, band.rows)
                 add_counts(own, band.first_row, BLOCK_ROWS, into)
 
 
-def _place(flags: Bitmap, table: Table, into: Bitmap) -> None:
-    """Set in a bitmap of the whole table the rows that are flagged of those held."""
-    shift, first = table.first_row % 8, table.first_row // 8
+def place(flags: Bitmap, first_row: int, into: Bitmap) -> None:
+    """Set in a bitmap of more rows those that are flagged of some, which begin with `first_row`."""
+    shift, first = first_row % 8, first_row // 8
     if not shift:
         into[first : first + flags.size] |= flags
         return
     into[first : first + flags.size] |= flags << shift
     carried = (flags >> (8 - shift)).astype(np.uint8)
-    end = min(flags.size, -(-table.rows // 8) - first - 1)  # what would be carried past the last row is zero
+    end = min(flags.size, into.size - first - 1)  # what would be carried past the last row is zero
     into[first + 1 : first + 1 + end] |= carried[:end]
 
 
@@ -246,12 +270,6 @@ def worth_whole(
     )
     is_much = since == "previous" or their_bytes >= _MIN_SHARE_TO_KEEP * all_bytes
     return {array.path for array in changed if is_much or array.table.path not in known}
-
-
-def not_continued(arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine]) -> dict[str, str]:
-    """By name, the tables of which no delta may depend on what is stored, and why."""
-    why = "no version before it can be continued"
-    return {array.table.name: why for array in arrays if not continues(array, lines.get(array.path))}
 
 
 def continues(array: RowArray, line: ArrayLine | None) -> bool:

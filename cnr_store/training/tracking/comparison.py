@@ -22,6 +22,7 @@ class Comparison:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        self.blocks = 0  # compared so far
 
     def close(self) -> None:
         """End the threads."""
@@ -30,7 +31,7 @@ class Comparison:
         self._pool = None
 
     def changed(self, array: RowArray, known: Known) -> Bitmap:
-        """The rows that differ from what is known, of those that this process holds, as a packed bitmap."""
+        """The rows that differ from what is known of them, as a packed bitmap."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="cnr-compare")
 
@@ -38,14 +39,17 @@ class Comparison:
             changed = known.changed(_values(array, block), block.start, array.element)
             return np.packbits(changed, bitorder="little")
 
-        parts = list(self._pool.map(compare, _blocks(array)))
+        parts = []
+        for part in self._pool.map(compare, _blocks(array)):
+            parts.append(part)
+            self.blocks += 1
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
 def _blocks(array: RowArray) -> Iterator[slice]:
     """Rows of about `_BLOCK_BYTES`, each a multiple of 8, so that bitmaps of blocks follow one another."""
     row_bytes = max(1, array.local_columns * array_dtype(array.dtype).itemsize)
-    rows, size = array.table.local_rows, 8 * max(1, _BLOCK_BYTES // row_bytes // 8)
+    rows, size = array.local_rows, 8 * max(1, _BLOCK_BYTES // row_bytes // 8)
     return (slice(first, min(first + size, rows)) for first in range(0, rows, size))
 
 

@@ -54,7 +54,7 @@ class Tracker:
     `trusted_classes`.
     `sharded`: TorchRec's modules that look up rows of `tables`.
 
-    `logs`: whether `whole_reasons` logs what it finds. Of many ranks, which compare nothing, the first logs what all of
+    `logs`: whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of
     them found.
     """
 
@@ -215,13 +215,12 @@ class Tracker:
 
     def warn(self, reasons: Mapping[str, str]) -> None:
         """Log of which tables hooks can't tell the changed rows, each reason once."""
-        how = "compared with what is stored" if self.logs else "saved whole"
         new = {name: reason for name, reason in reasons.items() if (name, reason) not in self._logged}
         self._logged.update(new.items())
         if len(new) == 1:
-            log.warning("table %r is %s: %s", next(iter(new)), how, *new.values())
+            log.warning("table %r is compared with what is stored: %s", next(iter(new)), *new.values())
         elif new:
-            log.warning("%d tables are %s: %s", len(new), how, describe(summary(new)))
+            log.warning("%d tables are compared with what is stored: %s", len(new), describe(summary(new)))
 
     def warn_of_strangers(self, owned: Callable[[], Collection[int]], objects: object) -> None:
         """See `SteppedTables.warn_of_strangers`."""

@@ -1,0 +1,81 @@
+"""A job whose optimizer moves every row of replicas, alike on each rank, through a history of random operations."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import cnr_store
+from cnr_backends import open_backend
+from cnr_backends.testing import FaultyBackend
+from cnr_store.errors import CheckpointError
+from cnr_store.format import grid
+from cnr_store.ranks import placement
+from tests.test_store.ranks.support.shared_model import GRID_LIMITS_BYTES
+from tests.test_store.training.saving.test_compared import FORMS as FORMS_OF_ONE
+from tests.test_store.training.saving.test_compared import MAKERS, ROWS, Job
+
+WRITER_ROWS = 128
+FORMS = FORMS_OF_ONE | {"auto": FORMS_OF_ONE["relative"] | {"state_bits": "auto"}}
+
+
+def cut_small() -> None:
+    """Give each rank some rows of a table, and a table many shards. Only for a process that runs nothing else."""
+    placement.WRITER_ROWS = WRITER_ROWS
+    for name, nbytes in GRID_LIMITS_BYTES.items():
+        setattr(grid, name, nbytes)
+
+
+def live(
+    url: str, folder: Path, policy: Any, form: str, optimizer: str, seed: int, operations: int
+) -> list[str]:
+    """Train, write where nobody sees it, save, fail, skip, load and fold, at random, alike on all ranks.
+
+    Returns the versions. Of each, the first rank leaves in `folder` what the model held.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world > 1:
+        cut_small()
+    random, job, fails, versions = np.random.default_rng(seed), Job(MAKERS[optimizer]), [-1], list[str]()
+
+    def fault(operation: str, key: str, _: int) -> Any:
+        return "before" if fails[0] == rank and operation == "put" and key.startswith("versions/") else None
+
+    backend = FaultyBackend(open_backend(url), fault)
+    options = FORMS[form] | {"policy": policy, "retry_seconds": 0, "audit": False, "timeout_seconds": 20}
+    with cnr_store.Checkpointer(backend, job.model, job.optimizer, **options) as checkpointer:
+        for number in range(operations):
+            job.train(random, int(random.integers(1, 3)))
+            kind, drawn = (
+                random.choice(["none", "data", "fail", "load", "fold", "skip"]),
+                random.integers(ROWS, size=2),
+            )
+            if kind == "data":
+                job.weight.data[torch.from_numpy(drawn)] += 0.5
+            elif kind == "fail" and versions:
+                fails[0] = int(drawn[0]) % world
+                with suppress(CheckpointError):
+                    checkpointer.save(number, full=bool(drawn[1] % 2)).result()
+                fails[0] = -1
+                job.train(random)
+            elif kind == "load" and versions:
+                checkpointer.load(versions[int(drawn[0]) % len(versions)])
+                job.train(random)
+            elif kind == "fold" and versions and rank == 0:
+                cnr_store.compact(url)
+            pending = checkpointer.save(number)
+            held: dict[str, Any] = {
+                path.replace("/", " "): tensor.numpy().copy() for path, tensor in job.arrays().items()
+            }
+            if kind == "skip":
+                job.train(random)
+                checkpointer.save(number, overlap="wait").result()
+            versions.append(pending.result().id)
+            if rank == 0:
+                np.savez(folder / f"{versions[-1]}.npz", **held)
+    return versions
