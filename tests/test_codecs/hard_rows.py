@@ -62,10 +62,18 @@ def rows_of(segment: Segment) -> npt.NDArray[np.intp]:
     return np.concatenate([rows for _, rows in segment.row_set.blocks()]).astype(np.intp)
 
 
+def affine(segment: Segment) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Scale and offset of each row: a code q decodes to scale * q + offset."""
+    first, *others = segment.widened
+    if segment.scheme is Scheme.SYMMETRIC:
+        return first * np.float32(2), first * np.float32(1 - (1 << segment.bits))
+    return first, others[0]
+
+
 def quantized(payload: Payload) -> list[tuple[npt.NDArray[np.intp], Rows, Rows, Segment]]:
     """(rows, scale, offset, segment) of each segment with codes."""
     return [
-        (rows_of(segment), *segment.affine(), segment)
+        (rows_of(segment), *affine(segment), segment)
         for segment in payload.segments
         if segment.scheme is not Scheme.RAW
     ]

@@ -23,6 +23,7 @@ from cnr_codecs import (
 from cnr_codecs.elements import element_named, round_to_bfloat16
 from cnr_codecs.payload.payload import build
 from cnr_codecs.protocol import Rows
+from tests.test_codecs.hard_rows import affine
 from tests.test_codecs.references import uniform as reference
 
 ROWS = 40
@@ -36,7 +37,7 @@ def run_payload(bits: int, dim: int = 5) -> tuple[Payload, Rows]:
     )
     codes = reference.unpack(payload.segments[0].codes, bits, dim)
     whole = np.full((ROWS, dim), -1, np.float32)
-    whole[4:34] = reference.dequantize(codes, *payload.segments[0].affine())
+    whole[4:34] = reference.dequantize(codes, *affine(payload.segments[0]))
     return payload, whole
 
 
@@ -128,7 +129,7 @@ def test_rows_of_many_blocks_equal_the_reference(
             whole[places] = values[places]
             continue
         codes = reference.unpack(segment.codes, segment.bits, dim)
-        decoded = reference.dequantize(codes, *segment.affine())
+        decoded = reference.dequantize(codes, *affine(segment))
         whole[places] = round_to_bfloat16(decoded) if element == "bfloat16" else decoded
     out = np.full((count, dim), 9, values.dtype)
     need = (rng.random(count) < asked_share).astype(np.uint8)

@@ -1,7 +1,7 @@
 """The search for a row's scale and offset: kernel against reference, its errors against the paper's walk."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cnr_codecs import ParameterType, RowCodec, UniformRows
 from cnr_codecs.elements import element_named
 from cnr_codecs.kernels import search as kernels
+from cnr_codecs.kernels.building.compiled import kernel
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
 from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform.uniform import SchemeName, default_walk
@@ -27,6 +28,13 @@ DISTRIBUTIONS: dict[str, ShapedMaker] = {
     "lognormal": lambda rng, shape: 0.05 * rng.lognormal(0, 1, shape),
     "low rank": lambda rng, shape: rng.normal(size=(shape[0], 8)) @ rng.normal(0, 0.1, (8, shape[1])),
 }
+
+
+@kernel
+def search(values: Any, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
+    count, dim = values.shape
+    kernels.put_columns(values.reshape(-1), 0, count, dim, work)
+    kernels.search_columns(dim, low, factor, levels, normal_step, work)
 
 
 def in_element(values: Rows, element: str) -> Rows:
@@ -81,7 +89,7 @@ def test_lines_equal_the_reference(count: int, dim: int, bits: int, kind: str, s
     lanes[:, :count] = low, factor
     work = np.empty(kernels.work_size(dim), np.float32)
     values.flags.writeable = False
-    kernels.search(values, lanes[0], lanes[1], (1 << bits) - 1, NORMAL_STEPS[bits], work)
+    search(values, lanes[0], lanes[1], (1 << bits) - 1, NORMAL_STEPS[bits], work)
     expected = reference.search(values, low, factor, (1 << bits) - 1, NORMAL_STEPS[bits])
     for at, line in zip((kernels.EXPLAINED, kernels.CENTRE, kernels.BEST_STEP), expected, strict=True):
         np.testing.assert_array_equal(work[at : at + count].view(np.uint32), line.view(np.uint32))

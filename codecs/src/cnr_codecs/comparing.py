@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.comparing import (
     OTHER,
     SAME,
@@ -38,7 +39,7 @@ def compare_rows(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.N
     found, unknown = np.empty(count, np.uint8), unknown_code(parent.dtype)
     if values.dtype == np.float64:
         return _compare_wide(values, parent, grid, element)
-    flat, codes = _read_only(np.ascontiguousarray(values, np.float32)), _read_only(parent)
+    flat, codes = read_only(np.ascontiguousarray(values, np.float32)), read_only(parent)
     if grid.mantissa:
         least, most = code_range(grid.mantissa, element)
         compare_floats(flat, dim, MANTISSA_BITS - grid.mantissa, least, most, codes, unknown, found)
@@ -65,7 +66,7 @@ def read_codes(values: Rows, grid: Grid, element: str, codes: Codes) -> npt.NDAr
     if values.dtype == np.float64:
         codes[:, 0] = unknown_code(codes.dtype)
         return np.ones(len(values), np.bool_)
-    flat, out = _read_only(np.ascontiguousarray(values, np.float32)), codes.reshape(-1)
+    flat, out = read_only(np.ascontiguousarray(values, np.float32)), codes.reshape(-1)
     if grid.mantissa:
         least, most = code_range(grid.mantissa, element)
         shift = MANTISSA_BITS - grid.mantissa
@@ -87,7 +88,7 @@ def row_digests(values: Rows, key: int) -> Digests:
     if rows.shape[1] % _WORD.itemsize:
         rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % _WORD.itemsize)))
     words, digests = rows.view(_WORD), np.empty(len(rows), np.uint64)
-    digest_rows(_read_only(words), words.shape[1], np.uint64(key), digests)
+    digest_rows(read_only(words), words.shape[1], np.uint64(key), digests)
     return digests
 
 
@@ -99,12 +100,6 @@ def code_dtype(grid: Grid | None) -> np.dtype[np.signedinteger[Any]]:
 def unknown_code(dtype: npt.DTypeLike) -> int:
     """Return what stands as a row's first code where its codes are not known. Those known are above it."""
     return int(np.iinfo(dtype).min)
-
-
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    flat = array.reshape(-1).view()
-    flat.flags.writeable = False
-    return flat
 
 
 __all__ = [

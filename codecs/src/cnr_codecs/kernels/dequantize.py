@@ -104,7 +104,11 @@ def _valid_halves(bits: Any) -> Any:
 
 @helper
 def _affine(halves: Any, floats: Any, first: int, last: int, bits: int, scale: Any, offset: Any) -> None:
-    """Compute scale and offset of the segment's rows `first` to `last`, as `Segment.affine` does."""
+    """Compute scale and offset of the segment's rows `first` to `last`: a code q decodes to scale * q + offset.
+
+    A half step h decodes a code to h * (2q - (2**bits - 1)). That is scale 2h and offset -h * (2**bits - 1), both
+    exact, so a row of zeros decodes to +0.
+    """
     count, start = np.uintp(last - first), np.uintp(first)
     lines = len(halves) + len(floats)
     for line in range(lines):

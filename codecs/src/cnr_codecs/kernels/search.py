@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_codecs.kernels.building.compiled import helper, kernel
+from cnr_codecs.kernels.building.compiled import helper
 from cnr_codecs.kernels.windows import CUT, NEIGHBOURS, NORMAL_SHARES, RANGE_SHARES, REFITS
 
 LANES = 64
@@ -138,7 +138,12 @@ def _offer_neighbour(shift: Any, share: Any, dim: int, half: Any, work: Any) -> 
 
 @helper
 def search_columns(dim: int, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
-    """Find the best windows of the rows of `put_columns`, as `search` does. This maps the columns."""
+    """Find the best windows of the rows of `put_columns`, whose columns it maps.
+
+    `low` and `factor` (float32 (LANES,)) map a row's values to [0, levels]. `normal_step` is the best step for a
+    normal distribution. The results are EXPLAINED, CENTRE and BEST_STEP, in steps of the row's whole range and
+    counted from its middle.
+    """
     half = np.float32(levels) * _HALF
     for k in range(_LANES):
         work[_Z + k] = _ZERO
@@ -192,16 +197,3 @@ def squared_errors(
             work[_QQ + k] += off * off
     for k in range(_LANES):
         lines[np.uintp(error) + k] = work[_QQ + k]
-
-
-@kernel
-def search(values: Any, low: Any, factor: Any, levels: int, normal_step: Any, work: Any) -> None:
-    """Find the best window of each of up to LANES rows of `values` (float32 (n, dim)).
-
-    `low` and `factor` (float32 (LANES,)) map a row's values to [0, levels]. `normal_step` is the best step for a
-    normal distribution. The results are EXPLAINED, CENTRE and BEST_STEP, in steps of the row's whole range and
-    counted from its middle.
-    """
-    count, dim = values.shape
-    put_columns(values.reshape(-1), 0, count, dim, work)
-    search_columns(dim, low, factor, levels, normal_step, work)

@@ -61,7 +61,7 @@ def scratch_for(dim: int, bits: int) -> Scratch:
 
 @for_thread
 def search_scratch(dim: int) -> Scratch:
-    """Memory for the search of a block of rows: see `search`; and what maps the rows to their levels."""
+    """Memory for the search of a block of rows: see `kernels.search`; and what maps the rows to their levels."""
     return zeros(work_size(dim), np.float32), zeros(LANES, np.float32)
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
+from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.lattice import quantize_floating, zero_small
 from cnr_codecs.lattice.segments import Encoded, Mask, encode_segments, nothing_known
 from cnr_codecs.payload.coded import (
@@ -171,11 +172,9 @@ def floating_codes(values: Rows, mantissa: int, element: str) -> tuple[Codes, np
         sign, shift, bias = 31, MANTISSA_BITS - mantissa, 0
         with np.errstate(invalid="ignore"):  # signaling NaN of float16
             bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    flat = bits.reshape(-1).view()
-    flat.flags.writeable = False
     codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
     least, most = code_range(mantissa, element)
-    held = quantize_floating(flat, dim, sign, shift, bias, least, most, codes.reshape(-1), raw)
+    held = quantize_floating(read_only(bits), dim, sign, shift, bias, least, most, codes.reshape(-1), raw)
     return codes[:held], raw.view(np.bool_)
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
+from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.lattice import quantize
 from cnr_codecs.lattice.segments import Encoded, Mask, encode_segments, nothing_known
 from cnr_codecs.lattice.steps import lattice_step, median_scale, scale_counts
@@ -175,19 +176,12 @@ class LatticeRows:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def _wide(values: Rows) -> npt.NDArray[np.float32]:
-    wide = np.ascontiguousarray(values, np.float32).view()
-    wide.flags.writeable = False
-    return wide
-
-
 def _quantize(values: Rows, step: float, element: Element) -> tuple[Codes, Mask]:
     """Return the codes of the rows that have any, and which rows have none."""
     count, dim = values.shape
     codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
-    held = quantize(
-        _wide(values).reshape(-1), dim, 1 / step, most_code(step, element), codes.reshape(-1), raw
-    )
+    flat, most = read_only(np.ascontiguousarray(values, np.float32)), most_code(step, element)
+    held = quantize(flat, dim, 1 / step, most, codes.reshape(-1), raw)
     return codes[:held], raw.view(np.bool_)
 
 

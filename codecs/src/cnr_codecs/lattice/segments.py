@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import RowsError
+from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.lattice import count_zero_rows
 from cnr_codecs.payload.coded import MAX_CODE, CodedRows, Codes, Grid
 from cnr_codecs.payload.payload import ParameterType, Scheme, Segment, build, row_bytes
@@ -89,9 +90,8 @@ def encode_segments(
         raise RowsError(
             f"parent and known must be {values.shape} and {values.shape[:1]}, got {parent.shape} and {known.shape}"
         )
-    flat = np.ascontiguousarray(held).reshape(-1).view()
-    flat.flags.writeable = False
-    zero, codes, coded, others = count_zero_rows(flat, held.shape[1]), held, ~raw, len(raw) - len(held)
+    codes, coded, others = held, ~raw, len(raw) - len(held)
+    zero = count_zero_rows(read_only(held), held.shape[1])
     if others:
         codes = np.zeros(values.shape, grid.dtype)
         codes[coded] = held

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.lattice import count_magnitudes
 from cnr_codecs.payload.validate import MAX_STEP, MIN_STEP, STEP_BITS
 
@@ -35,9 +36,8 @@ def scale_counts(values: npt.NDArray[Any]) -> Counts:
     """Return the counts of rows (n, dim) of floats."""
     counts = no_counts()
     for first in range(0, len(values), COUNTED_ROWS):
-        block = np.ascontiguousarray(values[first : first + COUNTED_ROWS], np.float32).reshape(-1).view()
-        block.flags.writeable = False
-        count_magnitudes(block, _DROPPED_BITS, counts)
+        block = np.ascontiguousarray(values[first : first + COUNTED_ROWS], np.float32)
+        count_magnitudes(read_only(block), _DROPPED_BITS, counts)
     return counts
 
 

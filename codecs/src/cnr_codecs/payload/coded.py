@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element, array_dtype, round_to_bfloat16
 from cnr_codecs.errors import PayloadError
+from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.lattice import center_lines, find_centers, restore_lines
 from cnr_codecs.payload.frames import Frame, claimed_size, compress, decompress
 from cnr_codecs.payload.packed import Integers, Lines, PackedLines, in_lines
@@ -159,8 +160,7 @@ class CodedRows:
             stored = codes if differences is None else differences
             lines = PackedLines.encode(stored, line)
         else:
-            flat = codes.reshape(-1).view()
-            flat.flags.writeable = False
+            flat = read_only(codes)
             is_signed = bool((flat < 0).any())
             found = np.empty(-(-flat.size // line), np.int64)
             find_centers(flat, line, int(is_signed), found)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
+from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.packed import (
     classify,
     order_lines,
@@ -78,9 +79,8 @@ class PackedLines:
     def encode(cls, codes: npt.NDArray[np.signedinteger[Any]], line: int) -> PackedLines:
         """Pack integers, int16 or int32, of at least one. Zeros are put behind them to fill the last line."""
         lines = in_lines(codes, line)
-        flat, classes = lines.reshape(-1).view(), np.empty(len(lines), np.uint8)
-        flat.flags.writeable = False  # kernels are compiled for read-only codes alone
-        classify(flat, line, classes)
+        classes = np.empty(len(lines), np.uint8)
+        classify(read_only(lines), line, classes)
         order, blocks = _blocks(classes, line)
         frames = (_pack(np.take(lines, order[begin:end], axis=0), width) for width, begin, end in blocks)
         return cls(line, order, blocks, classes, compress(classes), tuple(frames))
@@ -170,11 +170,10 @@ def _pack(codes: npt.NDArray[np.signedinteger[Any]], width: int) -> bytes:
     """Return the frame of a block's integers (lines, line)."""
     if width == ZEROS:
         return b""
-    flat = codes.reshape(-1).view()
+    flat = read_only(codes)
     if width <= ONE_BYTE:
         base, count = BASES.get(width, (0, 1))
         packed = np.empty(-(-flat.size // count), np.uint8)
-        flat.flags.writeable = False
         pack_integers(flat, base, count, packed)
         return compress(packed)
     zigzag = (flat << 1) ^ (flat >> (8 * flat.itemsize - 1))

@@ -122,16 +122,6 @@ class Segment:
         """The grid of a lattice or a relative segment."""
         return Grid(float(self.parameters[0, 0]), self.bits)
 
-    def affine(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return scale and offset of each row, float32 (count,). A code q decodes to scale * q + offset.
-
-        A half step h decodes a code to h * (2q - (2**bits - 1)). That is scale 2h and offset -h * (2**bits - 1),
-        both exact, so a row of zeros decodes to +0.
-        """
-        if self.scheme is Scheme.SYMMETRIC:
-            return self.widened[0] * np.float32(2), self.widened[0] * np.float32(1 - (1 << self.bits))
-        return self.widened[0], self.widened[1]
-
     def stored_parameters(self) -> bytes:
         """Return the parameters as the payload stores them."""
         if self.books is None:

@@ -17,6 +17,7 @@ from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels import uniform as kernels
 from cnr_codecs.kernels import walk
+from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
 from cnr_codecs.payload.buffer import Draft
 from cnr_codecs.payload.payload import (
@@ -329,9 +330,7 @@ def _walked(wide: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float64
 def row_extremes(values: Float32s) -> tuple[Float32s, Float32s]:
     """Return the least and the greatest value of each row of (n, dim). One is not finite if any value is not."""
     low, high = (np.empty(len(values), np.float32) for _ in range(2))
-    flat = np.ascontiguousarray(values).view()
-    flat.flags.writeable = False
-    kernels.row_extremes(flat.reshape(-1), *values.shape, low, high)
+    kernels.row_extremes(read_only(values), *values.shape, low, high)
     return low, high
 
 

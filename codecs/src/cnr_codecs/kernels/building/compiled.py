@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 from numba import njit
 from numba.core.caching import FunctionCache
 
@@ -64,6 +65,13 @@ def kernel(function: Callable[..., Any]) -> Any:
         compiled._cache = cache
         _folders.add(Path(cache.cache_path))
     return compiled
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array flat. It may not be written to: kernels are compiled for such input alone."""
+    flat = array.reshape(-1).view()
+    flat.flags.writeable = False
+    return flat
 
 
 def cache_folders() -> list[Path]:
