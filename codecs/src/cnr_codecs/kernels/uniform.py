@@ -175,8 +175,10 @@ def row_extremes(values: Any, count: int, dim: int, low: Any, high: Any) -> None
 
 
 @kernel
-def encode_ranges(values: Any, dim: int, bits: int, overflow: float, scratch: Any, out: Any) -> int:
-    """Quantize rows over their own ranges."""
+def encode_ranges(
+    values: Any, dim: int, bits: int, overflow: float, scratch: Any, out: Any, symmetric: bool
+) -> int:
+    """Quantize rows over their own ranges, or over ranges that are symmetric about 0."""
     work, low, high, codes = scratch
     count, levels, float16_rows = out[0].size, np.float64((1 << bits) - 1), 0
     for first in range(0, count, LANES):
@@ -185,23 +187,10 @@ def encode_ranges(values: Any, dim: int, bits: int, overflow: float, scratch: An
         for k in range(LANES):
             work[LOW + k] = low[k]
             work[HIGH + k] = high[k]
-        asymmetric_parameters(work, levels, overflow)
-        float16_rows += _finish(values, first, last, dim, bits, work, codes, out)
-    return float16_rows
-
-
-@kernel
-def encode_symmetric(values: Any, dim: int, bits: int, overflow: float, scratch: Any, out: Any) -> int:
-    """Quantize rows over ranges that are symmetric about 0."""
-    work, low, high, codes = scratch
-    count, levels, float16_rows = out[0].size, np.float64((1 << bits) - 1), 0
-    for first in range(0, count, LANES):
-        last = first + LANES if first + LANES < count else count
-        _row_extremes(values, first, last - first, dim, low, high)
-        for k in range(LANES):
-            work[LOW + k] = low[k]
-            work[HIGH + k] = high[k]
-        symmetric_parameters(work, levels, overflow)
+        if symmetric:
+            symmetric_parameters(work, levels, overflow)
+        else:
+            asymmetric_parameters(work, levels, overflow)
         float16_rows += _finish(values, first, last, dim, bits, work, codes, out)
     return float16_rows
 

@@ -126,9 +126,7 @@ def _decode_segment(payload: Payload, segment: Segment, target: Target) -> int:
 
 def _fill(payload: Payload, segment: Segment, target: Target) -> int:
     written = 0
-    for _, rows in segment.row_set.blocks():
-        places = rows.astype(np.int64) - target.first_row
-        places = places[(places >= 0) & (places < len(target.need))]
+    for _, places in segment.row_set.placed(target.first_row, len(target.need)):
         places = places[target.need[places] != 0]
         target.out[places] = fill_value(payload.element)
         target.need[places] = 0

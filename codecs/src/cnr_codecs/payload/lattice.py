@@ -68,10 +68,8 @@ def add_relative(payload: Payload, segment: Segment, need: Need, first_row: int,
 
 def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:
     """Check that none of the rows of a relative segment is wanted, where nothing older can be read."""
-    for _, block in segment.row_set.blocks():
-        rows = block.astype(np.int64) - first_row
-        begin, end = np.searchsorted(rows, (0, len(need)))
-        if need[rows[begin:end]].any():
+    for _, places in segment.row_set.placed(first_row, len(need)):
+        if need[places].any():
             raise PayloadError(
                 f"{segment.row_set.count} of its rows are relative to those of an older version, which a payload alone "
                 "doesn't have; read the version through cnr_store.view or cnr_store.open"

@@ -113,7 +113,7 @@ def split_segments(segments: Sequence[Segment], rows: int) -> Iterator[list[Segm
         for (segment, places), cut in zip(placed, cuts, strict=True):
             if cut[number] < cut[number + 1]:
                 position = slice(cut[number], cut[number + 1])
-                row_set = _row_set(segment, places[position] - start, min(rows, whole - start))
+                row_set = RowSet.of(places[position] - start, min(rows, whole - start))
                 chunk.append(_joined(segment, [_stored(segment, position)], row_set))
         yield chunk
 
@@ -128,39 +128,28 @@ def _decoded(segment: Segment) -> Segment:
     return replace(segment, codes=codes, coded=None)
 
 
-def _row_set(segment: Segment, places: npt.NDArray[np.integer[Any]], rows: int) -> RowSet:
-    return RowSet.of(places, rows)
-
-
 def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None) -> Segment | None:
     is_coded = segment.coded is not None
     if is_coded:
-        places = segment.row_set.offsets() - first_row
-        begin, end = np.searchsorted(places, (0, len(need)))
-        if not need[places[begin:end]].any():
+        if not any(need[places].any() for _, places in segment.row_set.placed(first_row, len(need))):
             return None
         segment = _decoded(segment)
     taken = np.zeros(len(need), np.bool_)
     parts = []
     # One block at a time: all positions together could take many times the memory of the rows.
-    for start, rows in segment.row_set.blocks():
-        place = rows.astype(np.int64) - first_row
-        begin, end = np.searchsorted(place, (0, len(need)))
-        place = place[begin:end]
+    for start, place in segment.row_set.placed(first_row, len(need)):
         wanted = np.flatnonzero(need[place])
         if len(wanted):
             taken[place[wanted]] = True
             # Codes that were decoded here are nobody else's: they need no copy where all rows are wanted.
             is_whole = is_coded and len(wanted) == segment.row_set.count
-            part = _stored(segment, slice(None) if is_whole else wanted + (start + int(begin)))
+            part = _stored(segment, slice(None) if is_whole else wanted + start)
             if pending is not None and segment.scheme is Scheme.LATTICE:
                 _settle(part[0], place[wanted], need, segment.grid, pending)
             parts.append(part)
     if not parts:
         return None
     need[taken] = 0
-    if segment.scheme is Scheme.LATTICE:
-        return _joined(segment, parts, _row_set(segment, np.flatnonzero(taken), len(taken)))
     return _joined(segment, parts, RowSet.marked(taken))
 
 
@@ -227,7 +216,7 @@ def _merge(segments: Sequence[Segment]) -> Segment:
         else:
             books = books[order]
     codes = np.concatenate([segment.codes for segment in segments])[order]
-    row_set = _row_set(first, places, first.row_set.rows)
+    row_set = RowSet.of(places, first.row_set.rows)
     return Segment(first.scheme, first.bits, first.parameter_type, row_set, parameters, codes, books)
 
 

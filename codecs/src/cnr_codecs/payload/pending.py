@@ -126,11 +126,9 @@ class Pending:
         """
         assert segment.coded is not None
         self._newer[self.where] = None
-        for _, rows in segment.row_set.blocks():
-            places = rows.astype(np.int64) - first_row
-            inside = places[(places >= 0) & (places < len(need))]
-            if len(inside) < len(places) or (need[inside] != 1).any():
-                return
+        found = [need[places] == 1 for _, places in segment.row_set.placed(first_row, len(need))]
+        if sum(map(np.count_nonzero, found)) < segment.row_set.count:
+            return
         offsets = segment.row_set.offsets().astype(np.uint32)
         blocks = [
             segment.coded.rows_of_block(each, offsets) for each in range(len(segment.coded.lines.blocks))
@@ -243,12 +241,10 @@ class Pending:
         ParentError
             One is.
         """
-        for _, rows in row_set.blocks():
-            places = rows.astype(np.int64) - first_row
-            begin, end = np.searchsorted(places, (0, len(need)))
-            found = np.flatnonzero(need[places[begin:end]] == PENDING)
+        for _, places in row_set.placed(first_row, len(need)):
+            found = places[need[places] == PENDING]
             if len(found):
-                row = int(rows[begin + found[0]])
+                row = int(found[0]) + first_row
                 raise ParentError(
                     f"row {row} of it is not on a lattice, and {self._relative()} has it relative"
                 )

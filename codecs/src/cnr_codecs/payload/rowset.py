@@ -158,6 +158,13 @@ class RowSet:
             for start in range(place, min(last + 1, self.count), BLOCK_ROWS):
                 yield start, listed[start : min(start + BLOCK_ROWS, last + 1)].astype(np.uint32)
 
+    def placed(self, first_row: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield (rows before these, places) of a block's rows from `first_row` on, of which there are `count`."""
+        for start, rows in self.blocks():
+            places = rows.astype(np.int64) - first_row
+            begin, end = np.searchsorted(places, (0, count)).tolist()
+            yield start + begin, places[begin:end]
+
     def _blocks(self) -> Iterator[npt.NDArray[np.uint32]]:
         if self.kind is RowSetKind.BITMAP:
             yield from _bitmap_rows(self.data)

@@ -303,10 +303,8 @@ class UniformRows:
             bits, overflow, scratch = options
             step, found = NORMAL_STEPS[bits], kernels.search_scratch(dim)
             float16_rows = kernels.encode_searched(flat, dim, bits, step, overflow, scratch, found, arrays)
-        elif self.scheme == "symmetric":
-            float16_rows = kernels.encode_symmetric(flat, dim, *options, arrays)
         else:
-            float16_rows = kernels.encode_ranges(flat, dim, *options, arrays)
+            float16_rows = kernels.encode_ranges(flat, dim, *options, arrays, self.scheme == "symmetric")
         encoded.float16_rows = float16_rows
         return encoded
 
