@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cnr_store.catalog.catalog import open_record
 from cnr_store.cli.facts import open_store
-from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options, parse_version
+from cnr_store.cli.options import AsJson, OfVersion, StorageOptions, Url, parse_options, parse_version
 from cnr_store.cli.output import fitting_table, new_table, print_json, print_line, print_table, size_text
 from cnr_store.format import layout
 from cnr_store.maintenance.verification.glance import read_records
@@ -34,9 +34,6 @@ Rows = Annotated[
     typer.Option(
         "--rows", metavar="ROWS", help="Row numbers, such as 5, 5:10 (without row 10), or 7,9,20:22."
     ),
-]
-OfVersion = Annotated[
-    str, typer.Option("--version", metavar="VERSION", help="An id, a step, a tag, or latest.")
 ]
 
 

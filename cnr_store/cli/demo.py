@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cnr_store.cli.options import Policy, StorageOptions, parse_bits, parse_options, require
+from cnr_store.cli.options import (
+    Policy,
+    StorageOptions,
+    check_bits_text,
+    parse_bits,
+    parse_options,
+    require,
+)
 from cnr_store.policies.policy import check_policy
 
 DemoUrl = Annotated[
@@ -23,19 +30,13 @@ Data = Annotated[
 ]
 
 
-def _check_bits(text: str | None) -> str | None:
-    if text is not None:
-        parse_bits(text)
-    return text
-
-
 Bits = Annotated[
     str | None,
     typer.Option(
         metavar="auto|2|3|4|8|32",
         help="Bits of a row's values, with lossless optimizer state. By default rows are relative integers on a "
         "lattice, and state has 3 bits of mantissa.",
-        callback=_check_bits,
+        callback=check_bits_text,
     ),
 ]
 Keep = Annotated[bool, typer.Option("--keep", help="Without URL: keep the store, in ./demo-run.")]

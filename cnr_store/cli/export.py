@@ -11,6 +11,7 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import open_record
 from cnr_store.cli.options import (
     AsJson,
+    OfVersion,
     StorageOptions,
     Url,
     Width,
@@ -32,9 +33,6 @@ class Format(StrEnum):
 
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A path, or any fsspec URL.")]
-VersionOption = Annotated[
-    str, typer.Option("--version", metavar="VERSION", help="An id, a step, a tag, or latest.")
-]
 FormatOption = Annotated[
     Format | None,
     typer.Option(
@@ -77,7 +75,7 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")]
 def export(
     url: Url,
     target: Target,
-    version: VersionOption = "latest",
+    version: OfVersion = "latest",
     format: FormatOption = None,  # noqa: A002
     overwrite: Overwrite = False,
     target_options: TargetOptions = "{}",
@@ -129,7 +127,7 @@ def import_(
 
 def serve(
     url: Url,
-    version: VersionOption = "latest",
+    version: OfVersion = "latest",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     options: StorageOptions = "{}",

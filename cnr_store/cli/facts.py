@@ -60,17 +60,12 @@ def _without_order(doc: Any) -> Any:
     return {name: _without_order(value) for name, value in doc.items()}
 
 
-def fold_of(catalog: Catalog, version: str) -> Record | None:
-    """The record of a version's fold. None if it has none that can be read."""
-    try:
-        return catalog.find_fold(version)
-    except (CorruptionError, FormatError):  # `cnr verify` says so
-        return None
-
-
 def fold_bytes(catalog: Catalog, version: str) -> int | None:
     """Bytes that the fold of a version takes. None if it has none that can be read."""
-    fold = fold_of(catalog, version)
+    try:
+        fold = catalog.find_fold(version)
+    except (CorruptionError, FormatError):  # `cnr verify` says so
+        return None
     return None if fold is None else fold.nbytes
 
 

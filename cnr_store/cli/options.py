@@ -16,28 +16,19 @@ Url = Annotated[str, typer.Argument(metavar="URL", help="The store: a folder, s3
 
 OWN_PARAMETERS = frozenset(
     {
-        "deep",
-        "dry_run",
-        "end_run",
-        "format",
-        "grace_seconds",
-        "ids",
-        "keep_best",
-        "keep_every",
-        "keep_last",
-        "name",
-        "newer",
-        "older",
-        "overwrite",
-        "progress",
-        "reason",
-        "tables",
-        "target",
-        "target_options",
-        "url",
-        "version",
-        "versions",
-        "workers",
+        *(
+            "deep",
+            "dry_run",
+            "end_run",
+            "format",
+            "grace_seconds",
+            "ids",
+            "keep_best",
+            "keep_every",
+            "keep_last",
+        ),
+        *("name", "newer", "older", "overwrite", "progress", "reason", "tables", "target", "target_options"),
+        *("url", "version", "versions", "workers"),
     }
 )
 """Named parameters of the library's functions, which a storage option must not be called."""
@@ -57,8 +48,10 @@ def _check_policy(name: str) -> str:
         raise typer.BadParameter(str(error)) from error
 
 
-def _check_bits(text: str) -> str:
-    parse_bits(text)
+def check_bits_text(text: str | None) -> str | None:
+    """The text of a width, if there is such a width."""
+    if text is not None:
+        parse_bits(text)
     return text
 
 
@@ -81,8 +74,11 @@ Policy = Annotated[
 Width = Annotated[
     str,
     typer.Option(
-        metavar="auto|2|3|4|8|32", help="Bits per stored value; 32 is lossless.", callback=_check_bits
+        metavar="auto|2|3|4|8|32", help="Bits per stored value; 32 is lossless.", callback=check_bits_text
     ),
+]
+OfVersion = Annotated[
+    str, typer.Option("--version", metavar="VERSION", help="An id, a step, a tag, or latest.")
 ]
 VersionName = Annotated[str, typer.Argument(metavar="VERSION", help="An id, a step, a tag, or latest.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]

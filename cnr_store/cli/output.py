@@ -26,7 +26,7 @@ _NUMBERS = frozenset(
     {
         *("step", "rows", "bytes", "size", "of full", "fold", "chain", "age", "stall", "changed", "max abs"),
         *("save", "written", "folds", "kept", "restore", "newest", "most"),
-        *("objects", "of all", "in the latest"),
+        *("objects", "of all", "in the latest", "raw", "finer", "zero"),
     }
 )
 _WIDEST = 10_000

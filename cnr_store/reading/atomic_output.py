@@ -99,7 +99,7 @@ def new_folder(
         try:
             temporary.mkdir()
             yield str(temporary)
-            known = is_earlier if overwrite else _is_none
+            known = is_earlier if overwrite else lambda *_: False
             _replace(path, temporary, old, lambda: _check_folder(old, target, known))
             shutil.rmtree(old, ignore_errors=True)
         finally:
@@ -198,10 +198,6 @@ def _check_elsewhere(target: Target, options: Mapping[str, Any], is_earlier: IsE
     keys = [key for key, _ in backend.list_keys("")]
     if keys and not is_earlier(backend, keys):
         raise _other_things(target)
-
-
-def _is_none(_backend: Backend, _keys: Collection[str]) -> bool:
-    return False
 
 
 def _other_things(target: object) -> OptionError:

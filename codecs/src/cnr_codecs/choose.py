@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from cnr_codecs.dense import decode_dense
@@ -60,7 +58,11 @@ def choose_search(rows: Rows, bits: int, *, seed: int = 0) -> UniformRows:
     full = {bins: _mean_error(UniformRows("adaptive", bits, bins, 1.0), sample) for bins in BINS_LADDER}
     allowed = min(full.values()) * TOLERANCE
     bins = next(bins for bins, error in full.items() if error <= allowed)
-    walk, error = _shortest(bits, bins, RATIO_LADDER, sample, allowed)
+    for ratio in RATIO_LADDER:
+        walk = UniformRows("adaptive", bits, bins, ratio)
+        error = _mean_error(walk, sample)
+        if error <= allowed:
+            break
     return default if _mean_error(default, sample) <= error else walk
 
 
@@ -74,18 +76,6 @@ def _sample(rows: Rows, seed: int) -> Rows:
             f"none of {count} sampled rows is finite; such rows are stored raw, so there is nothing to choose"
         )
     return finite
-
-
-def _shortest(
-    bits: int, bins: int, ratios: Sequence[float], sample: Rows, allowed: float
-) -> tuple[UniformRows, float]:
-    """Return the walk of the smallest ratio within the allowed error, and its error."""
-    for ratio in ratios:
-        walk = UniformRows("adaptive", bits, bins, ratio)
-        error = _mean_error(walk, sample)
-        if error <= allowed:
-            break
-    return walk, error
 
 
 def _mean_error(codec: UniformRows, sample: Rows) -> float:

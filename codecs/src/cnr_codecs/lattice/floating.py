@@ -144,9 +144,7 @@ def write_without_small(
     is_single = out.dtype == np.float32
     found = out if is_single else np.empty(out.shape, np.float32)
     with np.errstate(invalid="ignore"):  # signaling NaN of float16
-        sources = [np.ascontiguousarray(each, np.float32).reshape(-1).view() for each in (values, seconds)]
-    for each in sources:
-        each.flags.writeable = False
+        sources = [read_only(np.ascontiguousarray(each, np.float32)) for each in (values, seconds)]
     zero_small(*sources, *map(np.float32, (scale, root, floor)), found.reshape(-1))
     if not is_single:
         out[...] = values

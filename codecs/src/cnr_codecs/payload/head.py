@@ -5,7 +5,6 @@ Sizes are computed with Python's integers, so no hostile number can overflow the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -101,17 +100,6 @@ class Entry(NamedTuple):
     body_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class Head:
-    """The head of a payload, proven by its checksum."""
-
-    rows: int  # rows, dim: rows and columns of the chunk
-    dim: int
-    element: str  # the element type's name
-    seal: int  # 64 bits that tie the payload to its place in a store; 0 for none
-    row_sets: tuple[RowSet, ...]  # the rows of each segment. No row is in two.
-
-
 def rows_written(payload: Any, *, seal: int | None = None) -> npt.NDArray[np.int64]:
     """Return the rows that a payload was written with, from its head alone.
 
@@ -138,21 +126,14 @@ def rows_written(payload: Any, *, seal: int | None = None) -> npt.NDArray[np.int
     rows
         int64 (n,), increasing.
     """
-    head = read_head(payload)
-    if seal is not None and head.seal != seal:
-        raise PayloadError("payload: it belongs to another place (seal differs)")
-    return rows_of(head.row_sets)
-
-
-def read_head(data: Any) -> Head:
-    """Return the head of a payload, which may be damaged or cut off behind it."""
-    buffer = as_bytes(data)
+    buffer = as_bytes(payload)
     header = read_header(buffer)
     check_decoded_bytes(header, DEFAULT_MAX_DECODED_BYTES)
-    entries = read_entries(Reader(buffer, HEADER.size), header)
-    row_sets = tuple(entry.row_set for entry in entries)
+    row_sets = [entry.row_set for entry in read_entries(Reader(buffer, HEADER.size), header)]
     validate_disjoint(row_sets, header.rows)
-    return Head(header.rows, header.dim, header.element.name, header.seal, row_sets)
+    if seal is not None and header.seal != seal:
+        raise PayloadError("payload: it belongs to another place (seal differs)")
+    return rows_of(row_sets)
 
 
 def reseal(data: Any, seal: int) -> bytes:
