@@ -11,7 +11,6 @@ import typer
 
 from cnr_store.catalog.claims import end_run as end_newest_run
 from cnr_store.catalog.claims import newest_claim
-from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
 from cnr_store.cli.output import counted, plain, print_json, print_line, progress, say, time_text
@@ -165,7 +164,9 @@ def repair(
             typer.confirm("Commit a version with these values?", abort=True, err=True)
         done = found.commit()
     if as_json:
-        print_json(asdict(done) | {"salvaged": _row_counts(done.salvaged)})
+        salvaged = {name: lost.by_version.items() for name, lost in done.salvaged.items()}
+        counts = {name: {version: len(rows) for version, rows in lost} for name, lost in salvaged.items()}
+        print_json(asdict(done) | {"salvaged": counts})
     elif done.repaired is not None:
         print_line(
             f"{done.repaired}: repaired from {done.version}, {done.bytes:,} bytes; it is the latest version now"
@@ -185,13 +186,6 @@ def _print_losses(found: repairing.RepairReport) -> None:
         print_line(f"damaged: {name}: {what}")
     if found.outcome == "sound":
         print_line(f"{found.version}: nothing is damaged")
-
-
-def _row_counts(salvaged: Mapping[str, SalvagedRows]) -> dict[str, dict[str, int]]:
-    return {
-        name: {version: len(rows) for version, rows in lost.by_version.items()}
-        for name, lost in salvaged.items()
-    }
 
 
 def compact(

@@ -99,7 +99,8 @@ def _compare(catalog: Catalog, before: Record, after: Record, path: str, transfe
 def _compare_pairs(path: str, rows: int, pairs: Iterable[tuple[Array, Array]]) -> ArrayDiff:
     changed, largest = 0, 0.0
     for one, other in pairs:
-        differs = (_bits(one) != _bits(other)).any(axis=1)
+        bits, others = (np.ascontiguousarray(each).view(np.uint8) for each in (one, other))
+        differs = (bits != others).any(axis=1)
         changed += int(differs.sum())
         largest = max(largest, _max_abs(one[differs], other[differs]))
     return ArrayDiff(path, "changed" if changed else "equal", rows, changed, largest)
@@ -129,10 +130,6 @@ def _compare_dense(catalog: Catalog, before: Record, after: Record, path: str) -
 
 def _length(shape: tuple[int, ...]) -> int:
     return shape[0] if shape else 1
-
-
-def _bits(values: Array) -> Array:
-    return np.ascontiguousarray(values).view(np.uint8)
 
 
 def _max_abs(one: Array, other: Array) -> float:

@@ -14,10 +14,9 @@ from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.dense import read_dense
 from cnr_store.errors import OptionError
-from cnr_store.format.layout import decode_name, table_parameter
 from cnr_store.format.record import Record
 from cnr_store.reading.overlay import Overlay
-from cnr_store.reading.rows import find_array
+from cnr_store.reading.rows import find_array, own_names
 
 
 def versions(url: Url, **storage_options: Any) -> VersionList:
@@ -129,14 +128,8 @@ def state_dict(
 
 def model_arrays(record: Record) -> dict[str, str]:
     """Paths of a version's tables and dense tensors by the model's names, each tied tensor once."""
-    paths = {}
-    for path in record.arrays:
-        group, middle, last = path.split("/")
-        if group == "tables" and last == "weight":
-            paths[table_parameter(decode_name(middle))] = path
-        elif group == "dense" and middle == "model":
-            paths[decode_name(last)] = path
-    return paths
+    paths = {path: own_names(path) for path in record.arrays}
+    return {names[-1]: path for path, names in paths.items() if names}
 
 
 def _find_table(record: Record, name: str) -> str:

@@ -94,6 +94,15 @@ def find_array(record: Record, name: str) -> str:
     )
 
 
+def own_names(path: str) -> list[str]:
+    """What users call an array of the model, last the model's own name for it. Empty for optimizer state and others."""
+    group, middle, last = path.split("/")
+    if (group, middle) == ("dense", "model"):
+        return [decode_name(last)]
+    table = decode_name(middle)
+    return [table, table_parameter(table)] if (group, last) == ("tables", "weight") else []
+
+
 def array_names(record: Record) -> dict[str, str]:
     """The paths of a version's arrays, by every name that users have for them."""
     # A table may be called as the state of another one is, which then goes by its path alone.
@@ -101,14 +110,9 @@ def array_names(record: Record) -> dict[str, str]:
     slots: dict[str, str] = {}
     for path, entry in record.arrays.items():
         group, middle, last = path.split("/")
-        if group == "tables":
-            table, slot = decode_name(middle), decode_name(last)
-            if slot != "weight":
-                slots.setdefault(f"{table}/{slot}", path)
-                continue
-            own = [table, table_parameter(table)]
-        else:
-            own = [decode_name(last)] if (group, middle) == ("dense", "model") else []
-        for each in (*own, *entry.aliases):
+        if group == "tables" and last != "weight":
+            slots.setdefault(f"{decode_name(middle)}/{decode_name(last)}", path)
+            continue
+        for each in (*own_names(path), *entry.aliases):
             names.setdefault(each, path)
     return slots | names | {path: path for path in record.arrays}

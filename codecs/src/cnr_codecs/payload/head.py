@@ -260,9 +260,8 @@ def _parameter_type(scheme: Scheme, bits: int, parameter: int, element: Element,
     if kind is None:
         raise PayloadError(f"{where}: parameter type {parameter} is unknown")
     quantized = scheme is not Scheme.ABSENT and scheme is not Scheme.RAW
-    if quantized != (kind is not ParameterType.NONE):
-        raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {scheme.name}")
-    if scheme in CODED and kind is not ParameterType.FLOAT32:
+    is_float32 = kind is ParameterType.FLOAT32
+    if quantized != (kind is not ParameterType.NONE) or (scheme in CODED and not is_float32):
         raise PayloadError(f"{where}: parameter type {kind.name} doesn't fit scheme {scheme.name}")
     plain_bits = 8 * element.stored.itemsize if scheme is Scheme.RAW else 0
     least, most = (1, 8) if quantized else (plain_bits, plain_bits)

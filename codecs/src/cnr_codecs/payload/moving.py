@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -203,30 +204,15 @@ def _merge(segments: Sequence[Segment]) -> Segment:
     places = places[order]
     if (places[1:] == places[:-1]).any():
         raise RowsError(f"row {int(places[int(np.argmin(np.diff(places)))])} is in two segments")
-    books = None
-    if first.scheme is Scheme.LATTICE:
-        parameters = first.parameters
-    elif first.scheme in PARAMETERS_PER_ROW:
-        parameters = np.concatenate([segment.parameters for segment in segments], axis=1)[:, order]
-    else:
-        parameters = np.concatenate([segment.parameters for segment in segments])
-        books = _renumbered(segments)
-        if books is None:
-            parameters = parameters[order]
-        else:
-            books = books[order]
-    codes = np.concatenate([segment.codes for segment in segments])[order]
+    parameters, codes, books = first.parameters, np.concatenate([each.codes for each in segments]), None
+    if first.books is not None:  # the codebooks of all segments, one after the other
+        before = accumulate((len(each.parameters) for each in segments), initial=0)
+        numbered = zip((each.books for each in segments), before, strict=False)
+        books = np.concatenate([held + np.uint32(count) for held, count in numbered if held is not None])
+    if first.scheme is not Scheme.LATTICE:
+        axis = 1 if first.scheme in PARAMETERS_PER_ROW else 0
+        parameters = np.concatenate([segment.parameters for segment in segments], axis=axis)
+    whole = replace(first, parameters=parameters, codes=codes, books=books)
+    codes, parameters, books = _stored(whole, order)
     row_set = RowSet.of(places, first.row_set.rows)
-    return Segment(first.scheme, first.bits, first.parameter_type, row_set, parameters, codes, books)
-
-
-def _renumbered(segments: Sequence[Segment]) -> npt.NDArray[np.uint32] | None:
-    """Return the shared codebook of each row, once the codebooks of all segments are joined in order."""
-    numbers: list[npt.NDArray[Any]] = []
-    before = 0
-    for segment in segments:
-        if segment.books is None:
-            return None
-        numbers.append(segment.books + np.uint32(before))
-        before += len(segment.parameters)
-    return np.concatenate(numbers)
+    return replace(whole, row_set=row_set, parameters=parameters, codes=codes, books=books)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any, ClassVar, Self, cast
 
 from zarr.abc.codec import ArrayBytesCodec
@@ -110,19 +111,14 @@ class _ZarrCodec(ArrayBytesCodec):
         return chunk_spec.prototype.nd_buffer.from_numpy_array(chunk)
 
     async def _encode_single(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
-        if chunk_data.dtype.itemsize * _size(chunk_spec) < _THREAD_BYTES:
+        if chunk_data.dtype.itemsize * prod(chunk_spec.shape) < _THREAD_BYTES:
             return self._encode_sync(chunk_data, chunk_spec)
         return await asyncio.to_thread(self._encode_sync, chunk_data, chunk_spec)
 
     async def _decode_single(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
-        if chunk_spec.dtype.to_native_dtype().itemsize * _size(chunk_spec) < _THREAD_BYTES:
+        if chunk_spec.dtype.to_native_dtype().itemsize * prod(chunk_spec.shape) < _THREAD_BYTES:
             return self._decode_sync(chunk_data, chunk_spec)
         return await asyncio.to_thread(self._decode_sync, chunk_data, chunk_spec)
-
-
-def _size(chunk_spec: ArraySpec) -> int:
-    rows, dim = (*chunk_spec.shape, 1)[:2]
-    return rows * dim
 
 
 @dataclass(frozen=True)
