@@ -24,12 +24,19 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adagrad, Adam, Optimizer, SparseAdam
 
 import cnr_store
+from benchmarks.codec_bench.movielens import (
+    Features,
+    Recommender,
+    TimeOrderedReader,
+    auc,
+    find_data,
+    load_features,
+    new_training,
+    predict,
+)
 from cnr_backends import open_backend
 from cnr_codecs import FloatingRows, LosslessRows, RowCodec
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.demo.data import Features, find_data, load_features
-from cnr_store.demo.model import Recommender, auc, new_training, predict
-from cnr_store.demo.train import TimeOrderedReader
 from cnr_store.training.saving.never_below_codec import CeilingRows
 
 BATCH = 32

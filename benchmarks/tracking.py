@@ -33,9 +33,8 @@ from torch import nn  # noqa: E402
 from torch.optim import SGD, Adagrad, Optimizer  # noqa: E402
 
 from benchmarks.codec_bench.machine import describe  # noqa: E402
+from benchmarks.codec_bench.movielens import BAGS, CROSS_ROWS, new_training  # noqa: E402
 from benchmarks.codec_bench.targets import Target  # noqa: E402
-from cnr_store.demo.data import CROSS_ROWS  # noqa: E402
-from cnr_store.demo.model import BAGS, new_training  # noqa: E402
 from cnr_store.training.model.tables import find_tables  # noqa: E402
 from cnr_store.training.tracking.bitmap import (  # noqa: E402
     bitmap_bytes,

@@ -4,7 +4,7 @@
 
 Run it again with more steps: it resumes from the newest checkpoint.
 
-The data set is fetched once from the package index, see `cnr_store.demo.data`, unless CNR_DATA names a folder that has
+The data set is fetched once from the package index, see `movielens.py`, unless CNR_DATA names a folder that has
 it.
 """
 
@@ -17,9 +17,7 @@ import numpy as np
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import cnr_store
-from cnr_store.demo.data import find_data, load_features
-from cnr_store.demo.model import auc, new_training, predict, select
-from cnr_store.demo.train import TimeOrderedReader
+from movielens import TimeOrderedReader, auc, find_data, load_features, new_training, predict, select
 
 BATCH = 32
 STEPS_PER_SAVE = 100

@@ -26,9 +26,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import cnr_store
-from cnr_store.demo.data import Features, find_data, load_features
-from cnr_store.demo.model import BAGS, auc
-from cnr_store.demo.train import TimeOrderedReader
+from movielens import BAGS, Features, TimeOrderedReader, auc, find_data, load_features
 
 DIM, BATCH, STEPS_PER_SAVE, WIDE_ROWS = 16, 48, 50, 4_096
 

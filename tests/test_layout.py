@@ -29,7 +29,6 @@ MAX_TEST_FILES = 25
 
 HIDDEN = {
     "cnr_store.following.follow -> cnr_store.following.apply": "torch",
-    "cnr_store.cli.demo -> cnr_store.demo.run": "demo",
     "cnr_store.cli.export -> cnr_store.reading.server": "serve",
     "cnr_store.reading.export -> cnr_store.reading.parquet": "arrow",
     "cnr_store.cli.export -> cnr_store.training.importing.import_file": "torch",
@@ -38,7 +37,6 @@ HIDDEN = {
 """Imports that stand in a function, with the extra of cnr-store whose packages they need."""
 NAMED = {
     "cnr_backends.testing -> cnr_backends.testing.conformance": "pytest rewrites its asserts",
-    "cnr_store.demo.interrupt -> cnr_store.demo.train": "it is started as a process",
 }
 """Modules that a string names, with the reason."""
 LAZY = "cnr_store"

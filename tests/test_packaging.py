@@ -83,6 +83,18 @@ def test_the_lowest_versions_that_ci_runs_on_are_the_floors_of_the_metadata() ->
     assert padded == {name: lowest for name, lowest in floors().items() if name != "pytest"}
 
 
+def test_the_wheel_carries_all_that_the_demo_imports_of_the_examples() -> None:
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    carried = targets["wheel"]["force-include"]
+    examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    for file in carried:
+        imported = set(re.findall(r"^(?:from|import) (\w+)", (ROOT / file).read_text(), re.MULTILINE))
+        assert {f"examples/{name}.py" for name in imported & examples} <= carried.keys()
+    assert carried == {file: f"cnr_store/{file}" for file in carried}
+    assert "examples/demo.py" in carried
+    assert "/examples" in targets["sdist"]["include"]  # a wheel may be built of it
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the files that bear the version."""

@@ -9,8 +9,14 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from cnr_store.demo.data import DemoDataError, Features, find_data, load_features
-from cnr_store.demo.model import Recommender, new_training
+from benchmarks.codec_bench.movielens import (
+    DemoDataError,
+    Features,
+    Recommender,
+    find_data,
+    load_features,
+    new_training,
+)
 
 Rows = npt.NDArray[np.float32]
 Draw = Callable[[np.random.Generator, tuple[int, int]], npt.NDArray[np.float64]]

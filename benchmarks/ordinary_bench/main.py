@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from benchmarks.codec_bench.machine import describe
+from benchmarks.codec_bench.movielens import DemoDataError, Features, find_data, load_features
 from benchmarks.codec_bench.targets import Target
 from benchmarks.relative_bench.stores import Setting, lattice, volumes
 from benchmarks.relative_bench.trace import DenseName, OptimizerName, Size, Training, new_optimizer
 from benchmarks.relative_bench.volumes import Make, times_less
 from benchmarks.volumes_bench.runs import full_sizes
 from benchmarks.volumes_bench.workloads import MovieLens
-from cnr_store.demo.data import DemoDataError, Features, find_data, load_features
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROWS, _QUICK_ROWS, _BATCH, _RATING_INTERVALS = 270_000, 9_000, 2_048, 15

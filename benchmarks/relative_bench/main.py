@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.codec_bench.machine import describe
+from benchmarks.codec_bench.movielens import DemoDataError, Features, find_data, load_features
 from benchmarks.codec_bench.targets import Target
 from benchmarks.relative_bench import links, losses, volumes
 from benchmarks.relative_bench.plot import draw
@@ -20,7 +21,6 @@ from benchmarks.relative_bench.targets import targets
 from benchmarks.relative_bench.trace import OptimizerName, Size, Training
 from benchmarks.volumes_bench.runs import full_sizes
 from benchmarks.volumes_bench.workloads import MovieLens
-from cnr_store.demo.data import DemoDataError, Features, find_data, load_features
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _NAME = "relative"

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.codec_bench.machine import describe
+from benchmarks.codec_bench.movielens import DemoDataError, find_data, load_features
 from benchmarks.volumes_bench.ledger import PARTS
 from benchmarks.volumes_bench.runs import Full, Line, Setting, full_sizes, measure
 from benchmarks.volumes_bench.workloads import MovieLens, Synthetic, Workload
-from cnr_store.demo.data import DemoDataError, find_data, load_features
 from cnr_store.policies.policy import POLICIES
 from cnr_store.training.model.tables import find_tables
 

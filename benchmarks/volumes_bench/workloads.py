@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from cnr_store.demo.data import Features
-from cnr_store.demo.model import new_training
-from cnr_store.demo.train import TimeOrderedReader
+from benchmarks.codec_bench.movielens import Features, TimeOrderedReader, new_training
 
 DIM = 64
 LOOKUPS_A_ROW = 3.9

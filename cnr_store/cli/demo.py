@@ -1,7 +1,9 @@
-"""`cnr demo`: its options; the demo itself is imported when it runs."""
+"""`cnr demo`: its options; the demo itself is an example, which the wheel carries beside this package's rooms."""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -59,10 +61,12 @@ def demo(
     outcome fails.
     """
     require("the demo", "demo", "torch", "xarray")
-    from cnr_store.demo.run import DemoOptions, run_demo
-
-    chosen = DemoOptions(
-        url=url,
+    package = Path(__file__).parents[1]
+    places = (package / "examples", package.parent / "examples")  # in a wheel, and in a checkout
+    sys.path.insert(0, str(next(place for place in places if (place / "demo.py").is_file())))
+    holds = import_module("demo").run_demo(
+        Console(),
+        url,
         storage_options=parse_options(options),
         policy=check_policy(policy),
         bits=None if bits is None else parse_bits(bits),
@@ -71,5 +75,5 @@ def demo(
         data=data,
         keep=keep,
     )
-    if not run_demo(chosen, Console()):
+    if not holds:
         raise typer.Exit(1)

@@ -19,24 +19,31 @@ from cnr_backends import StorageError, open_backend
 from cnr_store import Checkpointer, versions
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.version_info import VersionInfo
-from cnr_store.demo.data import CROSS_ROWS, FILES, DemoDataError, cache_folder, find_data, load_features
-from cnr_store.demo.interrupt import FailingBackend, Interruption, Story, Watcher, train_in_process
-from cnr_store.demo.model import auc, log_loss
-from cnr_store.demo.protocol import (
+from demo import (
+    BATCH,
     DemoError,
-    Failed,
-    Finished,
-    RunLog,
-    Saved,
-    Started,
-    Step,
-    TrainConfig,
-    event_line,
-    parse_event,
+    FailingBackend,
+    Interruption,
+    Run,
+    Story,
+    Training,
+    check_all,
+    demo_place,
+    measure,
+    run_demo,
+    train_in_process,
 )
-from cnr_store.demo.report import Volume, check_all, kept_steps, measure
-from cnr_store.demo.run import DemoOptions, demo_place, run_demo
-from cnr_store.demo.train import TimeOrderedReader
+from movielens import (
+    CROSS_ROWS,
+    FILES,
+    DemoDataError,
+    TimeOrderedReader,
+    auc,
+    cache_folder,
+    find_data,
+    load_features,
+    log_loss,
+)
 from tests.nightly import at_night
 from tests.test_store.cli.command import cnr
 
@@ -100,27 +107,6 @@ def test_a_reader_goes_on_where_its_state_was_taken(samples: int, batch: int, ta
     assert [ids.tolist() for ids in after] == [ids.tolist() for ids in continued]
     seen = before + [sample for ids in after for sample in ids]
     assert seen == [k % samples for k in range(len(seen))]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"position": 10}, "out of range"),
-        ({"epoch": -1}, "out of range"),
-        ({"samples": 11}, "resume with the first run's data"),
-        ({"batch": 4}, "resume with the first run's data"),
-        ({"position": 1.5}, "not a state"),
-        ({"extra": 1}, "not a state"),
-    ],
-)
-def test_a_state_of_another_reader_is_refused(change: dict[str, Any], message: str) -> None:
-    reader = TimeOrderedReader(10, 3)
-    with pytest.raises(DemoError, match=message):
-        reader.load_state_dict(reader.state_dict() | change)
-    with pytest.raises(DemoError, match="not a state"):
-        reader.load_state_dict(None)
-    with pytest.raises(DemoError, match="needs samples"):
-        TimeOrderedReader(0, 3)
 
 
 # data
@@ -207,91 +193,74 @@ def test_the_real_data_are_fetched_once_and_repaired(tmp_path: Path, monkeypatch
 # what the parent knows
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        Started(3, V1, 0.5),
-        Step(4, [1, 2]),
-        Saved(4, 0.25),
-        Finished(0.7, 0.6, 10, 2),
-        Failed("no"),
-    ],
-)
-def test_events_survive_their_line(event: Any) -> None:
-    assert parse_event(event_line(event)) == event
+@pytest.mark.parametrize("event", [(), ("step",), ("nothing", 1), ("step", 14, [4]), ("failed", "no")])
+def test_what_a_run_must_not_report_is_an_error(event: tuple[Any, ...]) -> None:
+    run = _run(10, [[1], [2]])
+    with pytest.raises(
+        DemoError, match="training process failed: no" if "failed" in event else "after step 12"
+    ):
+        run.add(*event)
 
 
-@pytest.mark.parametrize("line", ["", '["Step", {"st', '["Nothing", {}]', '["Step", {"step": 1}]', "1"])
-def test_other_lines_are_no_events(line: str) -> None:
-    with pytest.raises(DemoError, match="not an event"):
-        parse_event(line)
-
-
-def test_a_gap_in_the_reported_steps_is_an_error() -> None:
-    log = _log(10, [[1], [2]])
-    assert (log.first_step, log.last_step) == (10, 12)
-    with pytest.raises(DemoError, match="step 14 after step 12"):
-        log.add(Step(14, [4]))
-    with pytest.raises(DemoError, match="stopped at step 12"):
-        _ = log.result
-
-
-def _log(first: int, steps: list[list[int]], version: str | None = None) -> RunLog:
-    log = RunLog()
-    log.add(Started(first, version, 0.0))
-    for number, samples in enumerate(steps, first + 1):
-        log.add(Step(number, samples))
-    return log
+def _run(first: int, batches: list[list[int]], version: str | None = None) -> Run:
+    run = Run()
+    run.add("started", first, version, 0.0)
+    for number, samples in enumerate(batches, first + 1):
+        run.add("step", number, samples)
+    return run
 
 
 def test_the_checks_find_what_is_trained_twice_or_skipped() -> None:
-    config = TrainConfig(data="", steps=4, every=2, batch=2)
-    reader = TimeOrderedReader(6, 2)
-    right = [ids.tolist() for ids in islice(reader, 4)]
+    training, samples = Training(data="", steps=4, every=2), 3 * BATCH
+    right = [ids.tolist() for ids in islice(TimeOrderedReader(samples, BATCH), 4)]
     versions = [_info(V1, 2), _info("000002-0123abcd.00000001", 4)]
     hit = Interruption(V2, 4, objects=3, nbytes=99, committed=False, newest=V1)
 
     def verdicts(
-        second: RunLog, interruption: Interruption = hit, committed: list[VersionInfo] = versions
+        second: Run, interruption: Interruption = hit, committed: list[VersionInfo] = versions
     ) -> list[bool]:
-        story = Story([_log(0, right[:3]), second], [interruption])
-        return [check.holds for check in check_all(config, story, committed, RunLog(), samples=6)]
+        with open_backend("memory://") as backend:
+            story = Story(training, backend, 0, [_run(0, right[:3]), second], [interruption])
+        return [holds for _, holds, _ in check_all(story, committed, Run(), samples)]
 
-    assert kept_steps([_log(0, right[:3]), _log(2, right[2:], V1)]) == right
-    assert verdicts(_log(2, right[2:], V1)) == [True] * 4
-    assert verdicts(_log(2, [right[2], right[2]], V1))[2] is False
-    assert verdicts(_log(3, right[3:], V1))[2] is True
-    assert verdicts(_log(2, right[3:], V1))[2] is False
-    assert verdicts(_log(2, right[2:], V2))[1] is False
-    assert verdicts(_log(2, right[2:], V1), committed=versions[:1])[3] is False
-    assert verdicts(_log(2, right[2:], V1), committed=[_info(V2, 4)])[0] is False
+    assert verdicts(_run(2, right[2:], V1)) == [True] * 4
+    assert verdicts(_run(2, [right[2], right[2]], V1))[2] is False
+    assert verdicts(_run(3, right[3:], V1))[2] is True
+    assert verdicts(_run(2, right[3:], V1))[2] is False
+    assert verdicts(_run(2, right[2:], V2))[1] is False
+    assert verdicts(_run(2, right[2:], V1), committed=versions[:1])[3] is False
+    assert verdicts(_run(2, right[2:], V1), committed=[_info(V2, 4)])[0] is False
     late = Interruption(V1, 2, objects=3, nbytes=99, committed=True, newest=V1)
-    assert verdicts(_log(2, right[2:], V1), late)[0] is False
+    assert verdicts(_run(2, right[2:], V1), late)[0] is False
 
 
 def _info(version: str, step: int) -> VersionInfo:
     return VersionInfo(version, step, "delta", None, 0.0, 10, 1)
 
 
-def test_the_watcher_sees_versions_that_are_half_there(tmp_path: Path) -> None:
+def test_versions_that_are_half_there_are_seen(tmp_path: Path) -> None:
     with open_backend(tmp_path / "store") as backend:
-        watcher = Watcher(backend)
-        assert watcher.unfinished() is None
+        story = Story(Training(data="", steps=3, every=2), backend, 0, [Run()])
+        assert story.unfinished() is None
         backend.put(f"versions/{V1}/tables/t/weight/c/0/0", b"rows")
-        assert watcher.unfinished() == V1
+        assert story.unfinished() == V1
         backend.put(f"versions/{V1}/zarr.json", b"{}")
         (tmp_path / "store" / "versions" / V2 / "tables").mkdir(parents=True)  # a folder is no object
-        assert watcher.unfinished() is None
+        assert story.unfinished() is None
         backend.put(f"versions/{V2}/manifest", b"12345")
-        assert watcher.unfinished() == V2
-        assert watcher.interruption(V2, 7) == Interruption(V2, 7, 1, 5, committed=False, newest=V1)
-        assert watcher.unfinished() is None  # its writer is gone
-        assert watcher.interruption(V1, 5) == Interruption(V1, 5, 2, 6, committed=True, newest=V1)
+        assert story.unfinished() == V2
+        story.interrupt(V2)
+        assert story.unfinished() is None  # its writer is gone
+        story.interrupt(V1)
+    assert story.interruptions == [
+        Interruption(V2, 3, 1, 5, committed=False, newest=V1),
+        Interruption(V1, 2, 2, 6, committed=True, newest=V1),
+    ]
 
 
 def test_an_outage_begins_inside_a_save_and_stays(tmp_path: Path) -> None:
     with open_backend(tmp_path) as backend:
-        failing = FailingBackend(backend, after=1)
+        failing = FailingBackend(Story(Training("", 4, 2), backend, after=1))
         failing.put(f"versions/{V1}/a", b"1")
         failing.put(f"versions/{V1}/b", b"1")
         failing.create(f"versions/{V1}/zarr.json", b"1")
@@ -333,7 +302,7 @@ def test_a_place_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 def run(capsys: pytest.CaptureFixture[str] | None = None, **options: Any) -> str:
     """Run the demo with few steps; all its checks must hold."""
     out = io.StringIO()
-    holds = run_demo(DemoOptions(steps=60, every=10, **options), Console(file=out))
+    holds = run_demo(Console(file=out), steps=60, every=10, **options)
     assert holds, out.getvalue()
     return out.getvalue()
 
@@ -390,13 +359,10 @@ def test_volumes_count_every_object() -> None:
         checkpointer.save(2).result()
     with open_backend(url) as backend:
         backend.put(f"versions/{V2}/tables/weight/weight/c/0/0", b"left")
-        volume = measure(backend, 100)
+        written, kept = measure(backend)
         every = sum(size for _, size in backend.list_keys(""))
-    assert volume == Volume(100, 2, every, volume.kept_bytes)
-    committed = versions(url)
-    assert (
-        sum(version.bytes for version in committed) == volume.kept_bytes < volume.written_bytes - len(b"left")
-    )
+    assert written == every
+    assert sum(version.bytes for version in versions(url)) == kept < written - len(b"left")
 
 
 @pytest.mark.slow
@@ -416,7 +382,7 @@ def test_the_demo_in_memory_without_loss(capsys: pytest.CaptureFixture[str], sma
 
 def test_too_few_saves_are_refused_before_training(small_data: Path) -> None:
     with pytest.raises(DemoError, match="make 1 save"):
-        run_demo(DemoOptions(steps=5, every=10, data=small_data), Console(file=io.StringIO()))
+        run_demo(Console(file=io.StringIO()), steps=5, every=10, data=small_data)
 
 
 @pytest.mark.slow
@@ -424,9 +390,9 @@ def test_too_few_saves_are_refused_before_training(small_data: Path) -> None:
 def test_a_training_process_that_fails_says_why(small_data: Path, tmp_path: Path, error: str) -> None:
     (tmp_path / "file").write_text("")
     data, url = (small_data, str(tmp_path / "file")) if error == "OpenError" else (tmp_path, None)
-    config = TrainConfig(data=str(data), steps=2, every=1, url=url)
+    training = Training(data=str(data), steps=2, every=1, url=url)
     with pytest.raises(DemoError, match=error):
-        train_in_process(config, RunLog())
+        train_in_process(training, Run(), lambda: None)
 
 
 @pytest.mark.nightly
