@@ -22,6 +22,7 @@ from cnr_store.format import layout
 from cnr_store.format.record import COUNTS, ArrayEntry
 from cnr_store.maintenance.collection.pins import read_reasons
 from cnr_store.maintenance.verification.glance import find_lost
+from cnr_store.policies.budget import Budget
 from cnr_store.policies.whole_tables import describe
 from cnr_store.reading import diff as reading
 
@@ -43,6 +44,7 @@ def info(
         "removed": record.id in list_tombstoned(catalog.backend),
         "needs": list(record.needs),
         "restores": record.restores,
+        "spent": record.spent,
         "policy": dict(record.policy),
     }
     if as_json:
@@ -58,6 +60,7 @@ def _told(facts: Mapping[str, Any]) -> dict[str, str]:
     policy, needs, full = facts["policy"], facts["needs"], facts["full_bytes"]
     became_whole = facts["kind"] == "baseline" and not policy.get("full", True)  # it was to be a delta
     reason = "every table is whole" if became_whole else policy.get("reason")
+    spent = f", which cost at most {facts['spent']:.2g} % of the loss" if facts["spent"] else ""
     told = {
         "id": facts["id"],
         "step": str(facts["step"]),
@@ -74,7 +77,8 @@ def _told(facts: Mapping[str, Any]) -> dict[str, str]:
         "removed": "it is being removed" if facts["removed"] else "",
         "previous": facts["previous"] or "",
         "needs": listed(needs, 3),
-        "restores": str(facts["restores"]) if facts["restores"] else "",
+        "restores": f"{facts['restores']}{spent}" if facts["restores"] else "",
+        "budget": str(Budget(**policy["budget"], spent=facts["spent"])) if policy.get("budget") else "",
         "policy": f"{policy['policy']}: {reason}" if {"policy", "reason"} <= policy.keys() else "",
         "ranks": _ranks_text(policy["ranks"]) if policy.get("ranks") else "",
         "whole": describe(policy["whole"]) if policy.get("whole") else "",

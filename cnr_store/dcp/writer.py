@@ -47,6 +47,7 @@ from cnr_store.training.model.tensors import dtype_named
 from cnr_store.training.saving.agreement import check_alike, together
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE
+from cnr_store.writing.lineage import spent_once_restored
 from cnr_store.writing.plan import DenseWrite, Plan
 from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer as VersionWriter
@@ -118,19 +119,18 @@ class Writer(StorageWriter):
         self._tables = dict.fromkeys(check_patterns("tables", tables), True)
         if (bits is not None or codec is not None) and not self._tables:
             raise OptionError("bits and codec are for tables: name them with tables=['users', 'items*']")
-        only_codec = bits is None and codec is not None
-        self._codecs = CodecChoice("auto" if only_codec else LOSSLESS if bits is None else bits, codec)
+        self._codecs = CodecChoice(LOSSLESS if bits is None and codec is None else bits, codec)
         workers = integer("workers", workers, minimum=1)
         backend = open_backend(url, **storage_options)
         catalog = Catalog(backend)
         catalog.check_format()
         self._writer = VersionWriter(backend, workers, room_advice=room_advice)
         self._last: Record | None = None
-        self._restores = 0
+        self._restores, self._spent = 0, 0.0
         if previous is not None:
             seen = fencing.look(catalog)
             self._last = catalog.find(previous)
-            self._restores = self._last.restores + 1
+            self._restores, self._spent = self._last.restores + 1, spent_once_restored(self._last, {})
             self._writer.restart(self._last.id, seen)
         self._named_step = NamedStep()
         self._number = 0  # of the last save, as the first rank counts them
@@ -252,7 +252,7 @@ class Writer(StorageWriter):
             raise SaveError(_UNDER_WAY)
         try:
             self._last = self._write(plan, planner)
-            self._restores = self._last.restores
+            self._restores, self._spent = self._last.restores, self._last.spent
         finally:
             self._saving.release()
         done: Future[list[WriteResult]] = Future()
@@ -305,10 +305,12 @@ class Writer(StorageWriter):
             "previous": None if last is None else last.id,
             "parent_paths": {} if last is None or self._group.rank > 0 else last.stored_paths,
             "restores": self._restores,
+            "spent": self._spent,
         }
 
     def _plan(self, local: LocalItems, said: Sequence[Document], team: Team) -> Plan:
         first = said[0]
+        self._codecs.choose_step(first["spent"], {})
         placed = place_tensors(said, lambda table: bool(match_pattern(self._tables, table)))
         self._check_tables(placed)
         whole = gather_split(placed, local, team)
@@ -335,6 +337,7 @@ class Writer(StorageWriter):
             state=Contents(tensors, values, paths).to_state(),
             policy=asdict(decide("full", None, full=True)),
             restores=first["restores"],
+            spent=first["spent"],
             parent_paths=first["parent_paths"],
         )
 

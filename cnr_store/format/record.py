@@ -27,7 +27,7 @@ from cnr_store.format.layout import (
     version_key,
 )
 from cnr_store.format.stored_paths import moved_nodes
-from cnr_store.format.validate import Natural, Sizes, Time, VersionText
+from cnr_store.format.validate import Natural, Percent, Sizes, Time, VersionText
 
 # Features that readers of a codec's payloads must know, by its id.
 _CODEC_FEATURES = {
@@ -122,6 +122,7 @@ class Record:
     state_sha256: str
     metadata: Any = None  # the caller's, as tagged JSON
     requires: tuple[str, ...] = ()  # features that a reader must know
+    spent: Percent = 0.0  # what its `restores` cost at most, in per cent of the loss
     # Bytes of the record's own object; 0 before it is encoded
     record_bytes: int = field(default=0, compare=False)
     prefix: str = VERSIONS  # where its objects lie: ``versions``, or ``folds``

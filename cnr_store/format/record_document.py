@@ -57,6 +57,7 @@ def encode_record(record: Record) -> bytes:
         "tables": tables,
         "policy": dict(record.policy),
         "restores": record.restores,
+        **({"spent": record.spent} if record.spent else {}),
         "bytes": record.objects_bytes,
         "manifest": record.manifest_sha256,
         "state": record.state_sha256,

@@ -23,6 +23,7 @@ Natural = Annotated[int, Meta(ge=0, le=MOST)]
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since 1970, to the end of the year 9999: what a calendar can show."""
 
+Percent = Annotated[float, Meta(ge=0, le=100)]
 VersionText = Annotated[str, Meta(pattern=rf"\A{VERSION_ID.pattern}\Z")]
 Token = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16,64}\Z")]
 """Hex digits, which may be part of a key."""

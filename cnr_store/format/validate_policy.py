@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from cnr_store.format.layout import MAX_RANKS
-from cnr_store.format.validate import MOST, Natural, Time, proven
+from cnr_store.format.validate import MOST, Natural, Percent, Time, proven
 
 MAX_EXCESS = 64
 MAX_RANKS_LISTED = 64
@@ -55,6 +55,11 @@ class _Spread(Struct):
     max: _Number
 
 
+class _Budget(Struct):
+    percent: Percent
+    rms_step: Percent
+
+
 class _Policy(Struct):
     """The members that writers go by, or that are shown to people one by one."""
 
@@ -64,6 +69,7 @@ class _Policy(Struct):
     seconds: dict[str, Time] = {}
     ranks: dict[str, _World | list[_Number] | dict[str, Any]] | None = None  # by rank, or as `_Spread`
     whole: dict[str, _Reason] = {}
+    budget: _Budget | None = None
 
 
 def prove_policy(doc: Mapping[str, Any]) -> None:

@@ -150,11 +150,13 @@ class StateWidths:
     `given`: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` or ``"m23"`` (so many bits of the mantissa), ``"auto"`` (by
     its optimizer), or a mapping from patterns of ``TABLE/SLOT`` to these; a pattern without ``/`` means all slots of
     the tables that it fits.
+    `otherwise`: the width of what nothing is given for.
     """
 
-    def __init__(self, given: StateBits = LOSSLESS) -> None:
+    def __init__(self, given: StateBits | None = None, otherwise: int | str = LOSSLESS) -> None:
+        given = otherwise if given is None else given
         _check_widths("state_bits", given, "'user*/exp_avg'", words=(*MANTISSAS, AUTO))
-        self._width = LOSSLESS if isinstance(given, Mapping) else given
+        self._width = otherwise if isinstance(given, Mapping) else given
         self._by_pattern = dict(given) if isinstance(given, Mapping) else {}
         self._unmatched = {pattern for pattern in self._by_pattern if "/" in pattern}
 

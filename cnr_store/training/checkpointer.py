@@ -20,9 +20,10 @@ from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
 from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, StateError
 from cnr_store.maintenance.collection.rules import KeepBest, Rules
+from cnr_store.policies.budget import DEFAULT_BUDGET
 from cnr_store.policies.checks import integer, number
 from cnr_store.policies.policy import MAX_CHAIN, Costs, PolicyName, check_policy
-from cnr_store.policies.widths import LOSSLESS, Bits, ExpectedRestores, StateBits
+from cnr_store.policies.widths import Bits, ExpectedRestores, StateBits
 from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out, warn_readers
 from cnr_store.training.loading.selection import Selection, Strict
@@ -88,20 +89,23 @@ class Checkpointer:
     policy
         When a version is whole: ``full``, ``one-shot``, ``consecutive``, ``intermittent``, or ``auto``, which decides
         at each save by cost.
+    budget
+        Per cent of the loss that all restores of the run together may cost: rows and optimizer state are rounded so
+        much, 0 not at all. `bits`, `codec` and `state_bits` overrule it where they name tables or state.
     bits
         Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto``, or a mapping from name patterns to these.
     codec
         Another codec for the rows: a name, configuration or object, or a mapping from name patterns to these. ``auto``
-        chooses between uniform codes and relative ones on a lattice, by `expected_restores` and the deltas written.
+        is ``budget=0.01``.
     state_bits
-        Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless, the default), ``"m1"`` to ``"m7"`` (that
-        many bits of the mantissa, entropy-coded), ``"m23"`` (lossless, in fewer bytes), ``"auto"``, or a mapping to
-        these from patterns of ``TABLE/SLOT``, such as ``"users/exp_avg*"``. State that no pattern fits is lossless.
+        Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (that many bits of
+        the mantissa, entropy-coded), ``"m23"`` (lossless, in fewer bytes), ``"auto"``, or a mapping to
+        these from patterns of ``TABLE/SLOT``, such as ``"users/exp_avg*"``. By default, and
+        where no pattern fits, state is lossless, or ``auto`` under a budget.
         ``auto`` is ``"m3"``, but first moments of torch's Adam, AdamW, NAdam, RAdam, SGD and RMSprop are stored without
         what moves a weight by less than a quarter of the step of its lattice, and ``"m1"``.
     expected_restores
-        Failures per node and hour, nodes and hours that the run is planned for. ``bits="auto"`` and
-        ``codec="auto"`` choose by them.
+        Failures per node and hour, nodes and hours that the run is planned for. ``bits="auto"`` chooses by them.
     restores_per_save
         Restores to expect between two saves. ``policy="auto"`` weighs the cost of reading by them.
     state
@@ -174,9 +178,10 @@ class Checkpointer:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         policy: PolicyName = "intermittent",
-        bits: Bits = "auto",
+        budget: float | None = DEFAULT_BUDGET,
+        bits: Bits | None = None,
         codec: CodecOption = None,
-        state_bits: StateBits = LOSSLESS,
+        state_bits: StateBits | None = None,
         expected_restores: ExpectedRestores | Mapping[str, Any] | None = None,
         restores_per_save: float = 0.1,
         state: Mapping[str, Any] | None = None,
@@ -216,7 +221,7 @@ class Checkpointer:
             trusted_optimizers=trusted_classes(trusted_optimizers),
             policy=check_policy(policy),
             costs=Costs(keep_last, restores_per_save).limited(max_chain),
-            codecs=CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits),
+            codecs=CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits, budget),
             objects=arguments.check_stateful(state or {}),
             rng=rng,
             on_failure=arguments.check_choice("on_failure", on_failure, arguments.OnFailure),
@@ -232,7 +237,6 @@ class Checkpointer:
         check_settings(trained.optimizers)
         self._structure = ModelStructure(model, trained.sharded, trained.excluded)
         options.codecs.check_tables([table.name for table in trained.tables])
-        options.codecs.choose_tables({table.name: table.nbytes for table in trained.tables})
         if ranks.rank == 0:
             options.codecs.warn_unknown_slots(trained.table_slots)
         backend = open_backend(url, storage_options=storage_options)

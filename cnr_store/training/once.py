@@ -74,7 +74,8 @@ def _continue(checkpointer: Checkpointer, after: object) -> None:
         )
     record = checkpointer._catalog.find(after)
     checkpointer._saves.writer.restart(record.id, Seen())
-    checkpointer._saves.planner.continue_from(Lineage(record.id, restores=record.restores), {})
+    lineage = Lineage(record.id, restores=record.restores, spent=record.spent)
+    checkpointer._saves.planner.continue_from(lineage, {})
 
 
 def load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,16 +24,20 @@ from cnr_store.training.loading.joint_load import load_jointly, on_all, on_first
 from cnr_store.training.loading.load_result import Restored, warn_salvaged
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
+from cnr_store.training.model.row_arrays import RowArray, sampled_scale
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.explanation import bytes_text
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.tracking.bitmap import Bitmap
-from cnr_store.writing.lineage import Lineage
+from cnr_store.writing.lineage import Lineage, spent_once_restored
 from cnr_store.writing.patience import PatientBackend
+from cnr_store.writing.steps import lattice_of
 
 log = logging.getLogger("cnr_store")
+
+_Scales = dict[str, tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Loader:
         saves.planner.drop_bases()  # until every row is read, only whole tables are safe
         saves.audit.forget()
 
-        def read() -> tuple[Restored, dict[str, Bitmap]]:
+        def read() -> tuple[Restored, dict[str, Bitmap], _Scales]:
             try:
                 with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
                     unsafe = saves.tracker.reasons()
@@ -148,21 +152,21 @@ class Loader:
                     found = restore.run(self.options.rng, transfer, saves.tracker.clear, learn)
                     saves.tracker.adopt_replaced()  # by code of the caller that the load ran
                     restore.explain_changes(saves.tracker)
-                    return found
+                    return *found, _scales(record, trained.row_arrays()) if goes_on else {}
             finally:
                 trained.follow_loaded()
 
-        restored, since_whole = on_all(self.group, "load: the rows", read, progress)
+        restored, since_whole, scales = on_all(self.group, "load: the rows", read, progress)
         saves.writer.restart(record.id, seen)
         saves.writer.remember()
         # Last, so that after an interrupt before it, the next version depends on nothing.
         lineage = before.alone() if restore.is_damaged else self._lineage(record, before)
         salvaged = {name: salvaged_document(each) for name, each in restored.salvaged.items()}
-        said = {"alone": lineage.past is None, "salvaged": salvaged}
+        said = {"alone": lineage.past is None, "salvaged": salvaged, "scales": scales}
         agreed = self.group.decide("load: end", said, _merge_ends)
         if agreed["alone"]:
             lineage, since_whole = before.alone(), {}
-        lineage = restore.trusted(lineage)
+        lineage = replace(restore.trusted(lineage), spent=spent_once_restored(record, agreed["scales"]))
         # The others are saved whole, whatever changes them.
         saves.audit.renew([array for array in trained.row_arrays() if array.path in lineage.lines])
         saves.planner.continue_from(lineage, since_whole)
@@ -185,7 +189,7 @@ class Loader:
         except CorruptionError:
             if not salvage:
                 raise
-            return Lineage(record.id, restores=record.restores + 1)
+            return Lineage(record.id, restores=record.restores + 1, spent=record.spent)
 
     def _lineage(self, record: Record, before: Lineage) -> Lineage:
         """What the next version may depend on, once `record` was read; `before` is its lineage as the reads began.
@@ -202,13 +206,30 @@ class Loader:
         return before.without(to_delete) if is_unchanged else before.alone()
 
 
+def _scales(record: Record, arrays: Sequence[RowArray]) -> _Scales:
+    """Rows and scale of what this process holds of tables that a version has on lattices, by path."""
+    lattices = {path: lattice_of(entry.codec) for path, entry in record.arrays.items()}
+    return {
+        array.path: (array.table.local_rows, sampled_scale(array, lattice.step))
+        for array in arrays
+        if array.is_weight and (lattice := lattices.get(array.path)) is not None and lattice.step is not None
+    }
+
+
 def _merge_ends(documents: list[Document]) -> Document:
-    """What a load has come to on all ranks: whether any has nothing to build on, and the rows that any salvaged."""
+    """What a load has come to on all ranks: whether any has nothing to build on, the rows that any salvaged, and the
+    scales of tables: the mean of their rows.
+    """
     salvaged: dict[str, SalvagedRows | None] = {}
+    counts, scales = dict[str, int](), dict[str, float]()
     for doc in documents:
         for name, rows in doc["salvaged"].items():
             salvaged[name] = merged(salvaged.get(name), salvaged_from(rows))
+        for path, (count, scale) in doc["scales"].items():
+            counts[path] = counts.get(path, 0) + count
+            scales[path] = scales.get(path, 0.0) + count * scale
     return {
         "alone": any(doc["alone"] for doc in documents),
         "salvaged": {name: salvaged_document(rows) for name, rows in salvaged.items() if rows is not None},
+        "scales": {path: total / max(counts[path], 1) for path, total in scales.items()},
     }

@@ -18,6 +18,7 @@ from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.chains.written_link import WrittenLink
 from cnr_store.errors import CheckpointError
 from cnr_store.format.record import Record
+from cnr_store.policies.budget import restore_cost
 from cnr_store.policies.past import Past, Since, past_after
 from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import RowCodes, relative_codec
@@ -65,6 +66,7 @@ class Lineage:
     # The last full version and the deltas since, as policies see them; None where there is none to build on
     past: Past | None = None
     restores: int = 0  # loads that training has been through
+    spent: float = 0.0  # per cent of the loss that these cost at most
     # Paths that the arrays of `version` lie under, by their plain ones
     paths: Mapping[str, str] = field(default_factory=dict)
     why_alone: str = ""  # why there are no chains although there were; "" if nothing is known of it
@@ -76,7 +78,7 @@ class Lineage:
 
     def digest(self) -> str:
         """What tells it from another lineage: ranks must go on from the same one."""
-        text = repr((self.version, self.restores, self.past, sorted(self.lines.items())))
+        text = repr((self.version, self.restores, self.spent, self.past, sorted(self.lines.items())))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def after(self, record: Record) -> Lineage:
@@ -89,7 +91,7 @@ class Lineage:
             # A delta without rows adds nothing to read, so the chain stays as it was.
             links = (record.id, *older) if entry.rows or entry.base is None else older
             lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec))
-        return Lineage(record.id, lines, _past(record), self.restores, record.stored_paths)
+        return Lineage(record.id, lines, _past(record), self.restores, self.spent, record.stored_paths)
 
     def grids_of(self, record: Record, paths: Iterable[str]) -> dict[str, Grid | None]:
         """By path of each of these arrays of which `record`, the last one, wrote rows: their grid, None without one."""
@@ -116,7 +118,7 @@ class Lineage:
         past, fold = _past(record), catalog.find_fold(record.id)
         if fold is not None:
             past = past.with_fold(fold.nbytes, newest=True)
-        return cls(record.id, lines, past, record.restores + 1, record.stored_paths)
+        return cls(record.id, lines, past, record.restores + 1, record.spent, record.stored_paths)
 
     def folded(self, version: str, nbytes: int) -> Lineage:
         """This lineage, once one of its versions has been folded in so many bytes: chains end there."""
@@ -143,7 +145,7 @@ class Lineage:
 
     def alone(self, why: str = "") -> Lineage:
         """This lineage without chains: the next version is whole and depends on no other, and says why."""
-        return Lineage(self.version, restores=self.restores, paths=self.paths, why_alone=why)
+        return replace(self, lines={}, past=None, why_alone=why)
 
     def needs(self, bases: Iterable[tuple[str, str]]) -> tuple[str, ...]:
         """Every version that deltas of these (path, base) pairs need, newest first."""
@@ -157,6 +159,28 @@ def _past(record: Record) -> Past:
     if record.kind == "baseline":
         return Past.of(record.shared_bytes)
     return past_after(record.policy, record.shared_bytes)
+
+
+def spent_once_restored(record: Record, scales: Mapping[str, float]) -> float:
+    """Per cent of the loss that restores cost a run at most which goes on from a version, this one included.
+
+    `scales`: by path, those of tables as they were restored, as far as they are known: training may have moved them
+    since the steps were chosen.
+    """
+    costs = [
+        restore_cost(_share(lattice, scales.get(path, 0.0)))
+        for path, entry in record.arrays.items()
+        if path.endswith("/weight") and (lattice := lattice_of(entry.codec)) is not None
+    ]
+    return min(record.spent + max(costs, default=0.0), 100.0)
+
+
+def _share(lattice: LatticeRows, scale: float) -> float:
+    """The step as a share of a table's scale: that recorded, unless the scale is another by more than a third."""
+    said, step = lattice.rms_step, lattice.step
+    if step is None or not scale or (said is not None and 3 / 4 <= said * scale / step <= 4 / 3):
+        return said or 0.0
+    return step / scale
 
 
 def check_parents(writes: Sequence[RowsWrite], backend: Backend, seed: int) -> None:

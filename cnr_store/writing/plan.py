@@ -178,6 +178,7 @@ class Plan:
     policy: Mapping[str, Any]  # the fields of the `Decision` that led to it, for the commit record
     needs: tuple[str, ...] = ()  # every other version that reading this one may touch, newest first
     restores: int = 0  # loads that training has been through
+    spent: float = 0.0  # per cent of the loss that these cost at most
     metadata: Any = None
     moved: Sequence[MovedRows] = ()
     # Paths that the arrays of `previous` lie under, by their plain ones: what `previous` has stays there

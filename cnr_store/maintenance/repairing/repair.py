@@ -204,6 +204,7 @@ class Repair:
             state_parts=self._parts,
             policy=asdict(decision) | ({"ranks": {"world": len(self._parts)}} if self._parts else {}),
             restores=record.restores,
+            spent=record.spent,
             metadata=record.metadata,
             parent_paths=record.stored_paths,
             moved=[_ShownRows.of(reader, record) for reader in self._readers],

@@ -63,7 +63,7 @@ def import_file(
     source: str | os.PathLike[str],
     url: Url,
     step: int | None = None,
-    bits: Bits = "auto",
+    bits: Bits | None = None,
     *,
     codec: CodecOption = None,
     tables: Sequence[str] | None = None,

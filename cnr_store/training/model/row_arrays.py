@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_codecs.lattice.floating import write_without_small
+from cnr_codecs.lattice.steps import median_scale, scale_counts
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import decode_name, slot_path
@@ -32,6 +33,8 @@ from cnr_store.training.model.tensors import (
 
 MOST_ROWS_KEPT = 1 << 15
 """Of a table whose arrays are kept from one save to the next."""
+
+_SAMPLED_ROWS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +150,20 @@ class RowArray:
                 else:
                     target[...] = gather(part.tensor, ids)
             column += part.columns
+
+
+def sampled_scale(array: RowArray, step: float) -> float:
+    """The scale of a table, of which steps are shares, by some of the rows that this process holds; 0 of zeros.
+
+    `step`: to which the values were rounded. They are spread over it: else their median would be one of few multiples.
+    """
+    rows = array.table.local_rows
+    ids = np.linspace(0, rows - 1, min(rows, _SAMPLED_ROWS)).astype(np.int64)
+    values = np.empty((len(ids), array.local_columns), array_dtype(array.dtype))
+    array.copy_rows(ids, values)
+    values = values[values.any(axis=1)].astype(np.float32)
+    spread = np.random.default_rng(0).uniform(-step / 2, step / 2, values.shape)
+    return median_scale(scale_counts(values + spread))
 
 
 @dataclass

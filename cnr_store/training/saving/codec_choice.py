@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cnr_codecs import (
@@ -19,9 +20,15 @@ from cnr_codecs import (
 )
 from cnr_codecs.payload.coded import MAX_MANTISSA
 from cnr_store.errors import OptionError
-from cnr_store.format.layout import weight_path
-from cnr_store.format.record import Record
-from cnr_store.policies.lattices import AutoLattice, Trial, auto_fineness
+from cnr_store.policies.budget import (
+    AUTO_BUDGET,
+    DEFAULT_BUDGET,
+    MIN_STATE_BUDGET,
+    STATE,
+    Budget,
+    check_budget,
+    next_step,
+)
 from cnr_store.policies.widths import (
     AUTO,
     AUTO_DROPPED,
@@ -57,45 +64,44 @@ class CodecChoice:
 
     `bits`: 2, 3, 4, 8, 32, ``"auto"``, or a mapping from name patterns to these.
     `codec`: None (uniform, adaptive, of `bits`); a name, configuration or object that `cnr_codecs.row_codec` takes; or
-    a mapping from name patterns to these. `bits` then applies to the tables that no pattern fits. ``"auto"``, or a
-    configuration of that id, chooses by the restores expected and by the deltas written: see `AutoLattice`.
-    `expected`: the restores that ``"auto"`` chooses a width or a codec by.
-    `state_bits`: see `StateWidths`.
+    a mapping from name patterns to these. `bits` then applies to the tables that no pattern fits. ``"auto"`` is the
+    budget `AUTO_BUDGET`.
+    `expected`: the restores that ``bits="auto"`` chooses a width by.
+    `state_bits`: see `StateWidths`. None is lossless, or what a budget stands for.
+    `budget`: per cent of the loss that restores may cost. Tables that neither `bits` nor `codec` names go by it.
     """
 
     def __init__(
         self,
-        bits: Bits = "auto",
+        bits: Bits | None = None,
         codec: CodecOption = None,
         expected: ExpectedRestores | None = None,
-        state_bits: StateBits = LOSSLESS,
+        state_bits: StateBits | None = None,
+        budget: float | None = None,
     ) -> None:
-        self._bits = check_bits(bits)
-        self._state, self._state_bits = StateWidths(state_bits), state_bits
+        self._bits = check_bits("auto" if bits is None else bits)
         self._expected = expected
         self._auto, _ = auto_bits(expected, 0)
         self._patterns: Mapping[str, RowCodec] = {}
         self._single: RowCodec | None = None
         self._chosen: dict[tuple[str | int, ...], RowCodec] = {}  # each save asks for all arrays again
-        self._lattice, self._fineness = AutoLattice.of(codec), auto_fineness(expected, 0)
-        self._trials: dict[str, Trial] = {}
+        self.budget = _budget_of(bits, codec, budget)
+        has_state = self.budget is not None and self.budget.percent >= MIN_STATE_BUDGET
+        self._state = StateWidths(state_bits, STATE if has_state else LOSSLESS)
+        self._state_bits = state_bits
         try:
-            if self._lattice is not None:
-                self._single = self._uniform
-            elif isinstance(codec, Mapping) and "id" not in codec:
+            if isinstance(codec, Mapping) and "id" not in codec:
                 self._patterns = {pattern: row_codec(one) for pattern, one in codec.items()}
-            elif codec is not None:
+            elif codec is not None and not _is_auto(codec):
                 self._single = row_codec(codec)
         except CodecError as error:
             raise OptionError(f"codec {codec!r}: {error}") from error
-        if self._single is not None and bits != "auto":
+        if self._single is not None and bits not in (None, "auto"):
             raise OptionError(
                 f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
             )
-        if expected is not None and not self._may_be_auto and self._lattice is None:
-            raise OptionError(
-                f"expected_restores={expected} is used only with bits='auto' or codec='auto': leave it out"
-            )
+        if expected is not None and not self._may_be_auto:
+            raise OptionError(f"expected_restores={expected} is used only with bits='auto': leave it out")
 
     @property
     def settings(self) -> dict[str, str]:
@@ -103,15 +109,18 @@ class CodecChoice:
         patterns = {pattern: codec.get_config() for pattern, codec in self._patterns.items()}
         return {
             "bits": repr(self._bits),
-            "codec": repr(self._lattice or (patterns if self._single is None else self._single.get_config())),
+            "codec": repr(patterns if self._single is None else self._single.get_config()),
             "state_bits": repr(self._state_bits),
             "expected_restores": repr(self._expected),
+            "budget": repr(self.budget and self.budget.percent),
         }
 
     @property
     def _may_be_auto(self) -> bool:
         """Whether a table may get the width that ``"auto"`` stands for."""
-        return self._single is None and (self._bits == "auto" or isinstance(self._bits, Mapping))
+        if isinstance(self._bits, Mapping):
+            return self.budget is None or "auto" in self._bits.values()
+        return self._single is None and self._bits == "auto" and self.budget is None
 
     def check_tables(self, tables: Sequence[str]) -> None:
         """Refuse patterns that fit no table."""
@@ -121,12 +130,6 @@ class CodecChoice:
                     f"the pattern {pattern!r} fits no table; there are {', '.join(map(repr, tables))}"
                 )
         self._state.check_tables(tables)
-
-    def choose_tables(self, sizes: Mapping[str, int]) -> None:
-        """Choose the tables that ``codec="auto"`` may put on the lattice, of those with these names and bytes."""
-        if self._lattice is not None:
-            self._trials = {name: Trial() for name in self._lattice.may_take(sizes)}
-            self._chosen.clear()
 
     def warn_unknown_slots(self, find: Callable[[], Mapping[str, Collection[str]]]) -> None:
         """Log patterns of `state_bits` that fit no slot: see `StateWidths.unknown_slots`."""
@@ -142,35 +145,31 @@ class CodecChoice:
 
         Returns the width and the reason, for the commit record; None if no width is ``"auto"``.
         """
-        before = self._auto, self._fineness
-        self._fineness = auto_fineness(self._expected, restores)
+        before = self._auto
         (self._auto, why), may_be_auto = auto_bits(self._expected, restores), self._may_be_auto
-        if (self._auto, self._fineness) != before:
+        if self._auto != before:
             self._chosen.clear()
         return (self._auto, why) if may_be_auto else None
 
-    def explain_auto(self) -> dict[str, dict[str, Any]]:
-        """What ``codec="auto"`` stands for now, as the entry ``codec`` of a record's policy; none for other codecs."""
-        found = self._fineness
-        said = {"rms_step": found.rms_step, "bits": found.bits, "reason": found.reason}
-        return {} if self._lattice is None else {"codec": said}
+    def choose_step(self, spent: float, stored: Mapping[tuple[str, int], float | None]) -> str:
+        """Choose the step of the tables that go by the budget; why the next version must be whole, "" if it need not.
 
-    def note_deltas(self, record: Record) -> None:
-        """Count the deltas that were committed: a table's first ones decide whether it stays on the lattice."""
-        for table, trial in self._trials.items():
-            entry = record.arrays.get(weight_path(table))
-            if entry is not None and entry.kind == "delta" and (entry.codec or {}).get("id") == "cnr_lattice":
-                uniform_bytes = entry.rows * self._uniform.bytes_per_row(entry.shape[1], entry.element)
-                trial.note(record.id, entry.rows, entry.nbytes, uniform_bytes)
-                self._chosen.clear()
+        `spent`: per cent of the loss, by restores up to now.
+        `stored`: the steps that tables, of that name and so many bytes, have beneath a delta; None for those on none.
+        """
+        if self.budget is None:
+            return ""
+        steps = {step for table, step in stored.items() if self._goes_by_budget(*table)}
+        step, why = next_step(self.budget.percent - spent, steps)
+        if step != self.budget.rms_step:
+            self._chosen.clear()
+        self.budget = replace(self.budget, spent=spent, rms_step=step)
+        return why
 
-    @property
-    def _auto_widths(self) -> set[int | str]:
-        return {self._fineness.state_bits} if self._lattice is not None and self._lattice.state else set()
-
-    @property
-    def _uniform(self) -> UniformRows:
-        return UniformRows(scheme="adaptive", bits=self._fineness.bits)
+    def _goes_by_budget(self, table: str, table_bytes: int) -> bool:
+        named = {**self._patterns, **(self._bits if isinstance(self._bits, Mapping) else {})}
+        is_large = table_bytes >= LOSSLESS_BELOW_BYTES
+        return self.budget is not None and is_large and match_pattern(named, table) is None
 
     def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
         """Compile the kernels that saving and loading these tables will run, one a step.
@@ -185,7 +184,7 @@ class CodecChoice:
         }
         wanted |= {
             (_state_codec(width, element, is_relative=False), dim, element)
-            for width in self._state.quantized | self._auto_widths
+            for width in self._state.quantized
             for _, dim, element in sizes.values()
             if element in QUANTIZABLE
         }
@@ -205,19 +204,13 @@ class CodecChoice:
         if named is not None:
             return named
         if self._single is not None:
-            return LosslessRows() if table_bytes < LOSSLESS_BELOW_BYTES else self._single_for(table)
+            return LosslessRows() if table_bytes < LOSSLESS_BELOW_BYTES else self._single
+        if self.budget is not None and self._goes_by_budget(table, table_bytes):
+            return (
+                LatticeRows(self.budget.rms_step, relative=True) if self.budget.rms_step else LosslessRows()
+            )
         width = choose_bits(self._bits, table, table_bytes, self._auto)
         return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
-
-    def _single_for(self, table: str) -> RowCodec:
-        """The one codec of large tables; of ``"auto"``, the table's."""
-        assert self._single is not None
-        if self._lattice is None:
-            return self._single
-        trial = self._trials.get(table)
-        if trial is None or trial.lost:
-            return self._uniform
-        return LatticeRows(self._fineness.rms_step, relative=True)
 
     def may_drop(self, table: str, slot: str, nbytes: int, element: str) -> bool:
         """Whether an array of optimizer state is stored by what its optimizer does with it: see `Moments`."""
@@ -238,9 +231,7 @@ class CodecChoice:
         chosen = self._chosen.get(key)
         if chosen is None:
             width = self._state.of(table, slot, nbytes)
-            if width == LOSSLESS and nbytes >= LOSSLESS_BELOW_BYTES and self._auto_widths:
-                width = self._fineness.state_bits
-            elif width == AUTO:
+            if width == AUTO:
                 width = AUTO_DROPPED if is_dropped else AUTO_STATE
             chosen = self._chosen[key] = _state_codec(width, element, is_relative)
         return chosen
@@ -254,3 +245,25 @@ def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:
         return CeilingRows(width)
     bits = MANTISSAS[width]
     return FloatingRows(bits, is_relative and bits <= MAX_MANTISSA)  # exact codes are not kept in memory
+
+
+def _budget_of(bits: Bits | None, codec: CodecOption, budget: float | None) -> Budget | None:
+    """The budget of a new run, None where `bits` or `codec` overrule it. Such as name tables leave it the others."""
+    percent, is_asked = check_budget(budget), budget != DEFAULT_BUDGET
+    if _is_auto(codec):
+        percent, is_asked, codec = AUTO_BUDGET if percent is None else percent, True, None
+    of_all = [each for each in (("bits", bits), ("codec", codec)) if not _names_tables(each[1])]
+    if of_all and is_asked:
+        raise OptionError(
+            f"budget={percent:g} and {' and '.join(f'{name}={each!r}' for name, each in of_all)}: each says how all "
+            "tables are rounded. Give one of them, or name the tables that are to differ, as in bits={'users*': 8}"
+        )
+    return None if percent is None or of_all else Budget.new(percent)
+
+
+def _is_auto(codec: CodecOption) -> bool:
+    return isinstance(codec, str) and codec == "auto"
+
+
+def _names_tables(option: object) -> bool:
+    return option is None or (isinstance(option, Mapping) and "id" not in option)

@@ -212,6 +212,7 @@ class Coordinator:
             "number": number,
             "previous": lineage.version,
             "restores": lineage.restores,
+            "spent": lineage.spent,
             "lineage": "" if is_alone else lineage.digest(),
             "replicas": sample_replicas(self._trained) if compares_replicas else None,
         }
@@ -243,7 +244,9 @@ class Coordinator:
         if agreed["apart"]:
             # The outcome of a save was lost on the way to some ranks, or a load was cut short on one. All go on from
             # what the first rank knows.
-            planner.continue_from(Lineage(agreed["previous"], restores=agreed["restores"]), {})
+            planner.continue_from(
+                Lineage(agreed["previous"], restores=agreed["restores"], spent=agreed["spent"]), {}
+            )
         elif agreed.get("lost"):
             planner.drop_bases(agreed["lost"])
         else:
@@ -277,6 +280,7 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "number": max(doc["number"] for doc in said),
         "previous": first["previous"],
         "restores": first["restores"],
+        "spent": first["spent"],
         "apart": any(doc["lineage"] != first["lineage"] for doc in said),
         "folded": first["folded"],
         "moved": any(doc["moved"] for doc in said),

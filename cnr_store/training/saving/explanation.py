@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from cnr_store.errors import listed
 from cnr_store.format.record import Record
+from cnr_store.policies.budget import Budget
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import array_dtype
 
@@ -59,13 +60,20 @@ class Explanation(tuple[ExplainedTable, ...]):
     live_bytes: int
     whole_live_bytes: int
     live_pace: float | None = None  # bytes a second of such rows in the last save that had some; None before
+    budget: Budget | None = None  # the checkpointer's, as its restores have left it
 
     @classmethod
-    def of(cls, tables: Iterable[ExplainedTable], arrays: Sequence[RowArray], snapshot_bytes: int) -> Self:
+    def of(
+        cls,
+        tables: Iterable[ExplainedTable],
+        arrays: Sequence[RowArray],
+        snapshot_bytes: int,
+        budget: Budget | None,
+    ) -> Self:
         """Explain saves of tables, whose rows are in `arrays`, in the order in which saves copy them."""
         found = cls(tables)
         changed = {table.name: table.changed for table in found}
-        found.snapshot_bytes = snapshot_bytes
+        found.snapshot_bytes, found.budget = snapshot_bytes, budget
         found.live_bytes = _without_room(
             [changed[each.table.name] * _local_row_bytes(each) for each in arrays], snapshot_bytes
         )
@@ -84,6 +92,7 @@ class Explanation(tuple[ExplainedTable, ...]):
         for kind, nbytes in (("delta now", self.live_bytes), ("whole version", self.whole_live_bytes)):
             if nbytes:
                 text.append(self._stall(kind, nbytes))
+        text += [f"Budget: {self.budget}."] if self.budget else []
         return "\n".join(text)
 
     def _stall(self, kind: str, nbytes: int) -> str:

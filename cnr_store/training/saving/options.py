@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.pending_save import PendingSave
+from cnr_store.writing.lineage import ArrayLine
 
 CONSTRUCT = "construct"
 """What ranks that compare their options are doing."""
@@ -106,6 +107,18 @@ def may_drop(codecs: CodecChoice, array: RowArray) -> bool:
     """Whether an array is state that is stored by what its optimizer does with it."""
     own = array.table.name, array.slot, array.nbytes, array.element
     return not array.is_weight and codecs.may_drop(*own)
+
+
+def stored_steps(
+    arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine]
+) -> dict[tuple[str, int], float | None]:
+    """By name and bytes of tables that have a chain, the step of what lies beneath a delta; None without a lattice."""
+    weights = [array for array in arrays if array.is_weight and array.path in lines]
+    lattices = [lines[array.path].lattice for array in weights]
+    return {
+        (array.table.name, array.nbytes): lattice.rms_step if lattice else None
+        for array, lattice in zip(weights, lattices, strict=True)
+    }
 
 
 def row_bytes(codecs: CodecChoice, array: RowArray) -> float:

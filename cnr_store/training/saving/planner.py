@@ -12,6 +12,7 @@ import torch
 
 from cnr_codecs import RowCodec
 from cnr_store.format.record import Record
+from cnr_store.policies.budget import Budget
 from cnr_store.policies.past import SINCE, DeltaBytes, Since
 from cnr_store.policies.policy import Decision, Offer, decide
 from cnr_store.policies.whole_tables import summary
@@ -20,7 +21,7 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.copies import Copies, Keeps
 from cnr_store.training.saving.explanation import Explanation, How, explained
-from cnr_store.training.saving.options import Options, codec_of, may_drop, row_bytes
+from cnr_store.training.saving.options import Options, codec_of, may_drop, row_bytes, stored_steps
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import (
     Snapshot,
@@ -126,8 +127,6 @@ class Planner:
         after = foreseen[2][0]
         self._code_cache.commit(record.id, after.grids_of(record, self._code_cache.written))
         self._delta_bytes.note(record.id, record.policy, record.shared_bytes)
-        if self._tally.world == 1:  # ranks of a job are not told the sizes of single arrays
-            self._codecs.note_deltas(record)
         self._past = foreseen[2]
 
     def _following(self, past: _Past, record: Record, taken: Taken) -> _Past:
@@ -146,12 +145,19 @@ class Planner:
 
     def judge(self, arrays: Sequence[RowArray]) -> dict[str, Factors | None]:
         """Which values of first moments the next version is to be without: see `Moments.judge`."""
+        self._codecs.choose_step(self.lineage.spent, stored_steps(arrays, self.lineage.lines))
         wanted = {array.path for array in arrays if may_drop(self._codecs, array)}
         return self._moments.judge(arrays, wanted, self._codec_of) if wanted else {}
 
     def _codec_of(self, array: RowArray) -> RowCodec:
         line = self.lineage.lines.get(array.path)
         return keep_step(codec_of(self._codecs, array), line.lattice if line else None)
+
+    def choose_step(self, arrays: Iterable[RowArray]) -> None:
+        """Choose the step that the budget allows; the next version is whole if those beneath it are too coarse."""
+        why = self._codecs.choose_step(self.lineage.spent, stored_steps(arrays, self.lineage.lines))
+        if why:
+            self.drop_bases(why)
 
     def compare(self, arrays: Iterable[RowArray], unsafe: Collection[str], full: bool) -> Bitmaps:
         """The changed rows of tables of which hooks can't tell them, by what is known of the rows stored.
@@ -238,6 +244,8 @@ class Planner:
         weighs = self._policy == "auto" and past is not None and not full
         offer = self._offer(snapshot, changed) if weighs else None
         decision = decide(self._policy, past, full=full, offer=offer, costs=self._costs)
+        if decision.full:
+            self._codecs.choose_step(self.lineage.spent, {})
         return replace(decision, bits=bits, reason=(not full and self.lineage.why_alone) or decision.reason)
 
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
@@ -272,7 +280,7 @@ class Planner:
             why, nbytes = unsafe.get(name, ways[name]), sum(row_bytes(self._codecs, each) for each in own)
             config = codec_of(self._codecs, own[0]).get_config()
             tables.append(explained(name, table.rows, how, why, config, changed, nbytes))
-        return Explanation.of(tables, arrays, self._copies.staging.limit_bytes)
+        return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, self._codecs.budget)
 
     def plan(
         self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave
@@ -290,20 +298,7 @@ class Planner:
         whole = {array.path for array in snapshot.arrays} if decision.full else reasons.keys()
         sets = self._sets(snapshot.taken, self._since_whole)
         rows = self._copies.rows(decision, snapshot, sets, self.lineage.lines, changed, whole, pending)
-        policy = asdict(decision)
-        whole_tables = {
-            each.table.name: reasons[each.path]
-            for each in snapshot.arrays
-            if each.is_weight and each.path in reasons
-        }
-        if whole_tables:
-            policy["whole"] = summary(whole_tables)
-        if snapshot.compared:
-            names = {array.table.name for array in snapshot.arrays if array.path in snapshot.compared}
-            policy["compared"] = summary(
-                {name: why for name, why in snapshot.unsafe.items() if name in names}
-            )
-        policy |= self._codecs.explain_auto()
+        policy = _policy_document(decision, snapshot, reasons, self._codecs.budget)
         live_bytes, live_threads = self._copies.staging.left_bytes, torch.get_num_threads()
 
         def finish() -> Plan:
@@ -319,6 +314,7 @@ class Planner:
                 policy=policy,
                 needs=lineage.needs((write.path, write.base) for write in writes if write.base is not None),
                 restores=lineage.restores,
+                spent=lineage.spent,
                 metadata=snapshot.metadata,
                 parent_paths=lineage.paths,
                 live_bytes=live_bytes,
@@ -346,3 +342,18 @@ class Planner:
             for array in snapshot.arrays
             if array.table.name in reasons and array.path not in snapshot.compared
         }
+
+
+def _policy_document(
+    decision: Decision, snapshot: Snapshot, reasons: Mapping[str, str], budget: Budget | None
+) -> dict[str, Any]:
+    """What the record says of a decision. `reasons`: why arrays are whole, by path."""
+    policy, weights = asdict(decision), [each for each in snapshot.arrays if each.is_weight]
+    if whole := {each.table.name: reasons[each.path] for each in weights if each.path in reasons}:
+        policy["whole"] = summary(whole)
+    if snapshot.compared:
+        names = {array.table.name for array in snapshot.arrays if array.path in snapshot.compared}
+        policy["compared"] = summary({name: why for name, why in snapshot.unsafe.items() if name in names})
+    if budget is not None:
+        policy["budget"] = {"percent": budget.percent, "rms_step": budget.rms_step}
+    return policy

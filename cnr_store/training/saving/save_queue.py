@@ -203,6 +203,7 @@ class SaveQueue:
         return explained
 
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Callable[[], Plan]:
+        self.planner.choose_step(snapshot.arrays)
         snapshot.small = self._small = SmallTables.among(snapshot.arrays, self._small)
         if self.planner.compares(snapshot.unsafe, full):
             paths = sorted(array.path for array in snapshot.arrays if array.table.name in snapshot.unsafe)

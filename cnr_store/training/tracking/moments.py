@@ -12,15 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from cnr_codecs import LatticeRows, RowCodec
-from cnr_codecs.lattice.steps import median_scale, scale_counts
 from cnr_store.format.layout import slot_path
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.row_arrays import Drop, RowArray, SlotNames
-from cnr_store.training.model.tensors import array_dtype
+from cnr_store.training.model.row_arrays import Drop, RowArray, SlotNames, sampled_scale
 from cnr_store.writing.row_codes import gridded_codec
 
 _SHARE = 1 / 4
@@ -29,7 +26,6 @@ _LOW = 1 / 10
 """Of a run's largest rate. Below it, as where a schedule passes 0, moments do little now and may do more later."""
 _LEAST, _MOST = 1e-30, 1e30
 """Of factors: float32 holds them."""
-_SAMPLED_ROWS = 4096
 
 _ADAMS = (Adam, AdamW, NAdam, RAdam)
 _MOMENTUM = (SGD, RMSprop)
@@ -148,11 +144,7 @@ def _step(weight: RowArray, codec: RowCodec) -> float | None:
         return None
     if lattice.step is not None:
         return lattice.step
-    rows = weight.table.local_rows
-    ids = np.linspace(0, rows - 1, min(rows, _SAMPLED_ROWS)).astype(np.int64)
-    values = np.empty((len(ids), weight.local_columns), array_dtype(weight.dtype))
-    weight.copy_rows(ids, values)
-    scale = median_scale(scale_counts(values))
+    scale = sampled_scale(weight, step=0.0)
     return lattice.step_of(scale) if scale else None
 
 

@@ -188,6 +188,21 @@ def test_gc_says_how_to_ask_for_the_best(
     assert "auc:max:3" in err
 
 
+def test_info_says_what_restores_spent_of_a_budget(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with cnr_store.Checkpointer(tmp_path, torch.nn.Embedding(100, 64), budget=0.01) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.load()
+        checkpointer.save(2)
+    _, told, _ = cnr(capsys, "info", str(tmp_path))
+    assert "restores  1, which cost at most 0.001 % of the loss\n" in told
+    said = "0.01 % of the loss, 0.001 % spent by restores: tables are rounded to 0.1 of their scale"
+    assert f"budget    {said}\n" in told
+    doc = json.loads(cnr(capsys, "info", str(tmp_path), "--json")[1])
+    assert doc["spent"] == pytest.approx(0.001)
+
+
 def test_info_says_that_a_delta_became_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with cnr_store.Checkpointer(tmp_path, torch.nn.EmbeddingBag(100, 4, sparse=True)) as checkpointer:
         for step, rows in ((1, []), (2, [1]), (3, range(100))):

@@ -34,6 +34,7 @@ from tests.test_store.support.tampering import (
     refused,
 )
 
+NO_PERCENT: list[Any] = [None, [], "x", -1, -1e-9, 100.5, True, HUGE]
 NO_OFFERS: list[Any] = [1, [], {}, {"baseline_bytes": 1, "previous_bytes": -1}]
 SUMS: dict[str, Any] = dict.fromkeys(("full_bytes", "deltas", "deltas_bytes", "first_bytes", "last_bytes"), 1)
 PAST: dict[str, Any] = {
@@ -88,6 +89,9 @@ NO_RANKS: list[Any] = [
         ("policy", [{"past": wrong} for wrong in NO_PASTS]),
         ("policy", [{"whole": wrong} for wrong in NO_REASONS]),
         ("policy", [{"ranks": wrong} for wrong in NO_RANKS]),
+        ("policy", [{"budget": {"percent": wrong, "rms_step": 0.1}} for wrong in NO_PERCENT]),
+        ("policy", [{"budget": wrong} for wrong in (5, {"percent": 0.01}, {"rms_step": 0.1})]),
+        ("spent", NO_PERCENT),
         ("restores", NO_NUMBER),
         ("bytes", NO_NUMBER),
         ("metadata", [ABSENT, {"$x": 1}, {"$float": [1]}, {"$array": {"kind": "numpy", "path": DENSE}}]),
@@ -101,7 +105,7 @@ def test_fields_of_the_record(forge: Forge, exact: dict[str, Json], field: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("field", ["step", "time", "restores", "bytes"])
+@pytest.mark.parametrize("field", ["step", "time", "restores", "spent", "bytes"])
 def test_numbers_that_overflow(forge: Forge, exact: dict[str, Json], field: str) -> None:
     for text in ("1e400", "-1e400", "9" * 5000):
         forgery = forge()

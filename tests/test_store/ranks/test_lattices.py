@@ -15,8 +15,8 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, open_record
 from cnr_store.format import grid
-from cnr_store.policies import lattices
 from cnr_store.ranks.placement import Piece
+from tests.nightly import at_night
 from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.ranks.support.spread_model import Cut, TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, changed, find_spread_models
@@ -175,33 +175,39 @@ def test_rows_that_several_ranks_have_count_once(quick: str, columns: tuple[int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["consecutive", "auto"])
-def test_ranks_choose_alike(quick: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a process that knows the sizes of all arrays judges its deltas; ranks stay on the lattice."""
-    monkeypatch.setattr(lattices, "TRIAL_ROWS", 50)
-    random, codec = np.random.default_rng(7), {"id": "auto", "fast_restore": False}
-    expected = {"failures_per_node_hour": 1.0, "nodes": 1, "hours": 1}
-    cuts = {kind.name: _bands([0, 1001, 1777, kind.rows], kind.dim, 4) for kind in KINDS}
-    options: dict[str, Any] = {"codec": codec, "expected_restores": expected, "policy": policy}
-    with ThreadJob(quick, 4, KINDS, cuts, **options) as job:
-        truth = job.new_truth(random)
-        job.fill(truth)
-        job.save(1)
-        for step in range(2, 7):
-            for kind in KINDS:
-                ids = np.flatnonzero(random.random(kind.rows) < 0.05)
-                truth = changed(truth, kind.name, ids, random, job)
-                job.change(kind.name, ids, truth, np.random.default_rng(0))
-            job.save(step)
-            chosen = job.each(lambda rank: _chosen(job, rank))
-            assert all(each == chosen[0] for each in chosen), chosen
-    assert {each["id"] for each in chosen[0]} == {"cnr_lattice"}
-    assert not cnr_store.verify(quick, deep=True).problems
-
-
-def _chosen(job: ThreadJob, rank: int) -> list[dict[str, Any]]:
-    codecs = job.checkpointers[rank]._options.codecs  # records tell of rank 0's choice alone
-    return [codecs.codec_for(f"ebc.embedding_bags.{kind.name}", 1 << 20).get_config() for kind in KINDS]
+@pytest.mark.parametrize("policy", ["consecutive", at_night("auto")])
+def test_ranks_spend_a_budget_as_one_process_does(quick: str, policy: str) -> None:
+    """Each rank samples the rows that it has, and their scales are other ones."""
+    found = {}
+    for world in (1, 4):
+        random, url = np.random.default_rng(7), str(Path(quick) / str(world))
+        edges = [0, 1001, 1777] if world == 4 else [0]
+        cuts = {kind.name: _bands([*edges, kind.rows], kind.dim, world) for kind in KINDS}
+        with ThreadJob(url, world, KINDS, cuts, budget=0.01, policy=policy) as job:
+            truth = job.new_truth(random)
+            for (_, slot), values in truth.items():
+                if not slot:
+                    values[1001:1777] *= 1.5
+            job.fill(truth)
+            job.save(1)
+            for step in range(2, 9):
+                if step > 2:
+                    job.load()
+                for kind in KINDS:
+                    ids = np.flatnonzero(random.random(kind.rows) < 0.02)
+                    truth = changed(truth, kind.name, ids, random, job)
+                    job.change(kind.name, ids, truth, np.random.default_rng(0))
+                job.save(step)
+                budgets = job.each(lambda rank: job.checkpointers[rank]._options.codecs.budget)
+                assert all(each == budgets[0] for each in budgets), budgets
+        records = [Catalog(open_backend(url)).record(each.id) for each in cnr_store.versions(url)]
+        found[world] = [(each.spent, each.kind, each.policy["budget"]) for each in records]
+        assert not cnr_store.verify(url, deep=True).problems
+    assert found[1] == found[4]
+    spent, kinds, _ = zip(*found[1], strict=True)
+    assert spent[-1] > 0.005
+    assert kinds[-1] == "delta"
+    assert kinds.count("baseline") == 2
 
 
 def _bands(edges: list[int], dim: int, world: int) -> Cut:
