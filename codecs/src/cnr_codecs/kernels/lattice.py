@@ -301,29 +301,26 @@ def settle_rows(
 
 
 @kernel
-def find_codes(values: Any, rows: Any, grids: Any, steps: Any, shifts: Any, dim: int, codes: Any) -> None:
+def find_codes(values: Any, rows: Any, step: Any, shift: int, dim: int, codes: Any) -> None:
     """Write the codes (int16) of `rows` (int64) of `values`, flat float32 that was made of codes, one after the other.
 
-    Row i is on the grid `grids[i]` (uint8). `steps` (float32) has the step of each grid; where it is 0, its codes are
-    the bits of values above the lowest `shifts` (uint32). A negative row is none, and has zeros.
+    Where `step` (float32) is 0, codes are the bits of values above the lowest `shift`. A negative row has zeros.
     """
-    width = np.uintp(dim)
+    width, below, inverse = np.uintp(dim), np.uint32(shift), np.float32(1) / step
     for i in range(rows.size):
         row, to = np.int64(rows[i]), np.uintp(i * dim)
         if row < 0:
             for j in range(width):
                 codes[to + j] = 0
             continue
-        grid, source = grids[row], np.uintp(row * dim)
-        step, shift = steps[grid], shifts[grid]
+        source = np.uintp(row * dim)
         if step > 0:
             # A value is exactly its step times its code.
-            inverse = np.float32(1) / step
             for j in range(width):
                 codes[to + j] = np.int16(np.rint(values[source + j] * inverse))
             continue
         for j in range(width):
             bits = bits_of(values[source + j])
-            size = np.int32((bits & np.uint32(0x7FFFFFFF)) >> shift)
+            size = np.int32((bits & np.uint32(0x7FFFFFFF)) >> below)
             sign = np.int32(bits >> np.uint32(31))
             codes[to + j] = np.int16((size ^ -sign) + sign)

@@ -199,10 +199,8 @@ class Pending:
             held = self.sums[rows] if self.values is None else exact_codes(self.sums[rows])
             return np.where(rows[:, None] < 0, 0, held).astype(grid.dtype)
         codes = np.empty((len(rows), self.sums.shape[1]), np.int16)
-        steps = np.array([grid.step for grid in self._numbers], np.float32)
-        shifts = np.array([MANTISSA_BITS - grid.mantissa for grid in self._numbers], np.uint32)
-        place = self.values.reshape(-1), rows, self.grids, steps, shifts
-        find_codes(*place, codes.shape[1], codes.reshape(-1))
+        place = np.float32(grid.step), MANTISSA_BITS - grid.mantissa, codes.shape[1], codes.reshape(-1)
+        find_codes(self.values.reshape(-1), rows, *place)
         return codes
 
     def check_settled(self, found: int, grid: Grid) -> None:
