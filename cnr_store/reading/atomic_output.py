@@ -124,10 +124,8 @@ def check_apart(target: Target, store: str, overwrite: bool, options: Mapping[st
 
     What can't be opened or listed is left to whoever writes there, who says what is wrong with it.
 
-    `target`: where the export is to go.
     `store`: the URL of the store that is exported, as its backend tells it.
     `overwrite`: whether everything at the target is to be replaced. Then no other store may lie there either.
-    `options`: for the target's filesystem.
     """
     backend: Backend | None = None
     try:

@@ -110,15 +110,9 @@ def serving(
     `storage_options`: for the filesystem, as in fsspec.
     """
     application = app(url, version, storage_options=storage_options)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            application,
-            lifespan="off",
-            ws="none",
-            log_level="warning",
-            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        )
-    )
+    config = uvicorn.Config(application, lifespan="off", ws="none", log_level="warning")
+    config.timeout_graceful_shutdown = _SHUTDOWN_SECONDS
+    server = uvicorn.Server(config)
     with socket.create_server((host, port)) as listening:
         # Clients that connect before the thread runs wait in the socket's queue.
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="cnr-serving")

@@ -237,7 +237,6 @@ def fit_books(
     `values`: float32 (n, dim). The rows `order` are finite.
     `order`: (m,): rows, at least one.
     `book`: int64 (m,): the codebook of each of them. All numbers from 0 to the greatest are used.
-    `bits`: bits of a code.
     `exact`: whether to find the least squared error, instead of where Lloyd's iterations end.
     """
     counts = np.bincount(book)

@@ -157,8 +157,6 @@ def floating_codes(values: Rows, mantissa: int, element: str) -> tuple[Codes, np
     `payload.coded.grid_values` is the inverse.
 
     `values`: (n, dim) of the array dtype of the element type.
-    `mantissa`: bits of the mantissa that are kept.
-    `element`: the element type's name.
     """
     count, dim = values.shape
     if mantissa == MANTISSA_BITS:

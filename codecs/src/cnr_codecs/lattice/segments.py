@@ -83,8 +83,6 @@ def encode_segments(
 
     `values`, `offsets`, `rows`, `parent`, `known`, `seal`: as for `encode_over`.
     `held`, `raw`: the codes of the rows that have any, and which have none.
-    `element`: the element type.
-    `grid`: what the codes are on.
     """
     if parent.shape != values.shape or known.shape != values.shape[:1]:
         raise RowsError(

@@ -26,10 +26,8 @@ class Draft:
     """The bytes of a payload of one segment, before they are complete.
 
     `head_bytes`: bytes before the codes: the head, and the segment's parameters.
-    `count`: rows of the segment.
-    `width`: bytes of a row's codes.
 
-    `codes`: uint8 (count, width): the codes, to be written in place.
+    `codes`: uint8 (count, width): those of the rows, to be written in place.
     """
 
     def __init__(self, head_bytes: int, count: int, width: int) -> None:

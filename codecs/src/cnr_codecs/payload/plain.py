@@ -43,7 +43,6 @@ def decode_plain(
 
     Return None if the payload is not plain, not valid, too large, or doesn't fit `out`: the general path then decides.
 
-    `data`: the payload's bytes, contiguous.
     `max_bytes`: the most bytes that the decoded chunk may take.
     `out`: where the chunk is decoded to, instead of new memory. It must be flat float32 of the chunk's size, aligned
     and writable.

@@ -121,9 +121,8 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     coded = CodedRows.parse(data, shape, check, grid, where, is_centered=is_centered, is_signed=is_signed)
     parameters = np.full((1, 1), step, np.float32)
     no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, header.dim)), np.uint8)
-    return Segment(
-        entry.scheme, entry.bits, entry.parameter_type, entry.row_set, parameters, no_codes, coded=coded
-    )
+    kinds = entry.scheme, entry.bits, entry.parameter_type
+    return Segment(*kinds, entry.row_set, parameters, no_codes, coded=coded)
 
 
 def valid_step(step: float) -> bool:

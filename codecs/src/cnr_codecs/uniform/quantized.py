@@ -39,24 +39,12 @@ class QuantizedRows:
         return self.scale, self.offset, self.halves, self.kind, self.codes.reshape(-1)
 
     def take(self, chosen: Mask | slice) -> QuantizedRows:
-        """Return some of the rows.
-
-        `chosen`: which of them.
-        """
-        return QuantizedRows(
-            self.scale[chosen],
-            self.offset[chosen],
-            self.halves[:, chosen],
-            self.kind[chosen],
-            self.codes[chosen],
-        )
+        """Return some of the rows."""
+        parameters = self.scale[chosen], self.offset[chosen], self.halves[:, chosen]
+        return QuantizedRows(*parameters, self.kind[chosen], self.codes[chosen])
 
     def stored(self, kind: ParameterType, is_symmetric: bool) -> npt.NDArray[Any]:
-        """Return the parameters as a segment stores them: scale and offset, or half steps.
-
-        `kind`: how they are stored.
-        `is_symmetric`: whether they are half steps.
-        """
+        """Return the parameters as segments of a kind store them: scale and offset, or of symmetric rows half steps."""
         dtype = PARAMETER_DTYPES[kind]
         if is_symmetric:
             return (self.scale * np.float32(0.5)).astype(dtype)[None]
