@@ -142,7 +142,7 @@ class Copies:
                 begin, end = np.searchsorted(written, [start, start + rows]).tolist()
                 written, copied = written[begin:end] - start, copied and copied.some(begin, end)
         codes = None
-        if held is None or held.placement.is_full(held.first_row, held.rows):
+        if not self._tally.is_cut(array):
             codes = self._code_cache.for_write(
                 *(array.path, codec, base, written, first_row),
                 (rows, (*array.shape, 1)[1]),

@@ -169,7 +169,7 @@ class Planner:
         """
         found: Bitmaps = {}
         for array in arrays if self.compares(unsafe, full) else ():
-            if array.table.name not in unsafe:
+            if array.table.name not in unsafe or self._tally.is_cut(array):
                 continue
             own, changed = self._tally.own(array), np.zeros(bitmap_bytes(array.table.local_rows), np.uint8)
             if own.start < own.stop:

@@ -171,6 +171,11 @@ class Tally:
         own = [band for band in bands if self._group.rank in band.ranks]
         return slice(own[0].first_row - first, own[-1].end_row - first) if own else slice(0, 0)
 
+    def is_cut(self, array: _Array) -> bool:
+        """Whether several ranks hold columns of some row of an array: such arrays are not compared."""
+        placement = self.placements.get(array.path)
+        return placement is not None and not placement.is_full(0, placement.shape[0])
+
     def why_whole(
         self, arrays: Sequence[RowArray], lineage: Lineage, unsafe: Mapping[str, str]
     ) -> dict[str, str]:
@@ -181,8 +186,8 @@ class Tally:
         """
         found = dict(unsafe)
         for array in arrays:
-            placement, name = self.placements.get(array.path), array.table.name
-            if name in unsafe and placement is not None and not placement.is_full(0, array.shape[0]):
+            name = array.table.name
+            if name in unsafe and self.is_cut(array):
                 found[name] = f"{unsafe[name]}; rows whose columns several ranks hold are not compared"
             elif lineage.version is not None and not continues(array, lineage.lines.get(array.path)):
                 found.setdefault(name, "no version before it can be continued")

@@ -14,21 +14,11 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store.errors import CheckpointError
-from cnr_store.format import grid
-from cnr_store.ranks import placement
-from tests.test_store.ranks.support.shared_model import GRID_LIMITS_BYTES
+from tests.test_store.ranks.support.shared_model import cut_small
 from tests.test_store.training.saving.test_compared import FORMS as FORMS_OF_ONE
 from tests.test_store.training.saving.test_compared import MAKERS, ROWS, Job
 
-WRITER_ROWS = 128
 FORMS = FORMS_OF_ONE | {"auto": FORMS_OF_ONE["relative"] | {"state_bits": "auto"}}
-
-
-def cut_small() -> None:
-    """Give each rank some rows of a table, and a table many shards. Only for a process that runs nothing else."""
-    placement.WRITER_ROWS = WRITER_ROWS
-    for name, nbytes in GRID_LIMITS_BYTES.items():
-        setattr(grid, name, nbytes)
 
 
 def live(

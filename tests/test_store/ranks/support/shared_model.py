@@ -17,6 +17,7 @@ from torch.optim import Adagrad
 
 from cnr_store import Checkpointer
 from cnr_store.format import grid
+from cnr_store.ranks import placement
 from cnr_store.training.distributed.fused_optimizers import FusedOptimizer
 from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.distributed.torchrec import ShardedTable
@@ -53,7 +54,9 @@ class SharedModel(nn.Module):
         self.items = items[
             self.first : edges[rank + 1]
         ].clone()  # no parameter: torch knows nothing of shards
-        self.optimizer = Adagrad([*self.users.parameters(), *self.top.parameters()], lr=0.3)
+        self.optimizer: torch.optim.Optimizer = Adagrad(
+            [*self.users.parameters(), *self.top.parameters()], lr=0.3
+        )
 
     def table(self) -> Table:
         """The table of items, as one that is sharded."""
@@ -96,7 +99,8 @@ def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointe
 
 
 def cut_small() -> None:
-    """Give tables many shards from now on. Only for a process that runs nothing else."""
+    """Give tables many shards, and each replica some rows, from now on. Only for a process that runs nothing else."""
+    placement.WRITER_ROWS = 64
     for name, nbytes in GRID_LIMITS_BYTES.items():
         setattr(grid, name, nbytes)
 

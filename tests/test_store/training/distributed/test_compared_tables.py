@@ -14,9 +14,9 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from tests.nightly import NIGHT, at_night
-from tests.test_store.ranks.support import compared_job
+from tests.test_store.ranks.support import compared_job, comparing_ranks
 from tests.test_store.ranks.support.rank_processes import Outcome, run_ranks
-from tests.test_store.training.saving.test_compared import MAKERS, assert_holds, stored
+from tests.test_store.training.saving.test_compared import FORMS, MAKERS, ROWS, assert_holds, stored
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
@@ -24,6 +24,8 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     assert [each.where for each in outcomes] == [""] * len(outcomes)
     return [each.value for each in outcomes]
 
+
+pytestmark = pytest.mark.slow
 
 FOLDERS = "alone", "ranks"
 
@@ -80,3 +82,36 @@ def test_ranks_write_what_one_process_writes(
             live = held if form == "uniform" else None
             assert_holds(ranks[0], other, stores, MAKERS[optimizer], torch.float32, live)
     assert not cnr_store.verify(ranks[0], deep=True).problems
+
+
+@pytest.mark.some_by_day(1)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1), (1, 2)])
+def test_a_job_goes_on_with_other_ranks(tmp_path: Path, form: str, worlds: tuple[int, int]) -> None:
+    """Each rank notes of the rows that it loads what it writes of them: the first save is a delta at once."""
+    first, second = (
+        run_ranks(world, comparing_ranks.go_on, str(tmp_path / "store"), form, 2 * place)
+        for place, world in enumerate(worlds)
+    )
+    assert values(first)[0][0] == ("baseline", ROWS + 90)
+    for kind, rows in (values(first)[0][1], *values(second)[0]):
+        assert (kind, rows < ROWS / 4) == ("delta", True), (first, second)
+
+
+@pytest.mark.some_by_day(1)
+@pytest.mark.parametrize("how", ["interrupt", "error"])
+@pytest.mark.parametrize("victim", [1, 0])
+def test_no_rank_saves_where_one_can_not_compare(tmp_path: Path, victim: int, how: str) -> None:
+    found = values(run_ranks(2, comparing_ranks.compare_with_trouble, str(tmp_path / "store"), victim, how))
+    for rank, (error, text, (kind, rows)) in enumerate(found):
+        own = {"error": "MemoryError", "interrupt": "KeyboardInterrupt"}[how]
+        assert error == (own if rank == victim else "SaveError"), text
+        assert rank == victim or (f"rank {victim}" in text and own in text)
+        assert (kind, 0 < rows < ROWS / 4) == ("delta", True)
+    assert len(cnr_store.versions(str(tmp_path / "store"))) == 2
+
+
+@pytest.mark.nightly
+def test_ranks_wait_for_one_that_compares(tmp_path: Path) -> None:
+    for saved in values(run_ranks(2, comparing_ranks.compare_slowly, str(tmp_path / "store"), 1.5)):
+        assert [kind for kind, _ in saved] == ["baseline", "delta"]

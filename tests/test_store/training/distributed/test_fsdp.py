@@ -31,7 +31,8 @@ def _imported() -> None:
     ("world", "how", "kind", "others"),
     [
         (2, "fsdp", "adagrad", [(1, "fsdp"), (3, "fsdp"), (2, "ddp"), (1, "bare")]),
-        at_night(3, "fsdp", "adam", [(2, "fsdp"), (1, "bare")]),
+        (3, "fsdp", "adam", [(2, "fsdp"), (1, "bare")]),
+        at_night(4, "hsdp", "adam", [(3, "fsdp")]),
         (4, "hsdp", "adagrad", [(2, "fsdp")]),
     ],
 )
@@ -41,8 +42,8 @@ def test_every_number_of_ranks_loads_what_some_saved(
     saved = values(run_ranks(world, rank_training.train, tmp_path, how, kind, False, 3))
     first, *later = saved[0]["rows"]
     assert first == 3 * rank_training.ROWS
-    if kind == "adagrad":
-        assert all(0 < rows <= 2 * world * 15 for rows in later)
+    # Adam moves every row that was ever looked up.
+    assert all(0 < rows <= (5 if kind == "adam" else 2) * world * 15 for rows in later), later
     for number, other in others:
         loaded = values(run_ranks(number, rank_training.load_once, tmp_path, other, kind, False))
         assert loaded == [saved[0]["trained"]] * number
@@ -126,13 +127,16 @@ def test_a_rank_may_have_no_rows_of_a_table(tmp_path: Path, kind: str) -> None:
     assert all(any(row) for row in first)
 
 
-def train_few_columns(url: Path) -> list[list[float]]:
-    """Train a table of which each rank has columns, and return what a load brings back onto each rank."""
+def train_few_columns(url: Path, kind: str) -> list[Any]:
+    """Train a table of which each rank has columns, and return what a load brings back onto each rank.
+
+    And whether saves compare it, and why not.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Embedding(5000, 2)
     torch.manual_seed(0)
     model.weight = nn.Parameter(distribute_tensor(torch.randn(5000, 2), mesh, [Shard(1)]))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    (optimizer,) = rank_training.optimizers_of(kind, model)
     with cnr_store.Checkpointer(url, model, optimizer, bits=32, timeout_seconds=30) as checkpointer:
         for step in range(3):
             gradient = torch.zeros(5000, 2)
@@ -145,14 +149,18 @@ def train_few_columns(url: Path) -> list[list[float]]:
             model.weight.zero_()
         checkpointer.load()
         assert rank_training.alike(rank_training.digests(model, [optimizer])) == trained
+        (table,) = checkpointer.explain()
     weight: Any = model.weight
-    rows: list[list[float]] = weight.full_tensor()[:3].tolist()
-    return rows
+    return [weight.full_tensor()[:3].tolist(), table.compared, table.why]
 
 
-def test_a_rank_may_have_no_columns_of_a_table(tmp_path: Path) -> None:
-    first, *others = values(run_ranks(3, train_few_columns, tmp_path))
+@pytest.mark.parametrize("kind", ["adagrad", "adam"])
+def test_a_rank_may_have_no_columns_of_a_table(tmp_path: Path, kind: str) -> None:
+    first, *others = values(run_ranks(3, train_few_columns, tmp_path, kind))
     assert others == [first] * 2
+    assert not first[1]
+    is_whole = "rows whose columns several ranks hold are not compared" in first[2]
+    assert is_whole == (kind == "adam"), first[2]
 
 
 def save_over(url: Path, ranks: list[Any], placements: list[Any]) -> str:
