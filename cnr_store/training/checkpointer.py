@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Self
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self
 
 import torch
 from torch import nn
@@ -84,8 +84,7 @@ class Checkpointer:
     optimizer
         An optimizer, a list of optimizers, or None, as they are or as Accelerate or Fabric has wrapped them.
         Their classes and settings decide which rows a step may change, and their state is saved. With None, steps of
-        any `torch.optim.Optimizer` are seen all the same. A table that gradients are computed of, and no such step
-        changes, is compared.
+        any `torch.optim.Optimizer` are seen all the same. A table with gradients that no such step used is compared.
     policy
         When a version is whole: ``full``, ``one-shot``, ``consecutive``, ``intermittent``, or ``auto``, which decides
         at each save by cost.
@@ -126,8 +125,8 @@ class Checkpointer:
         Called with each `PendingSave` on the thread that writes, after the commit or the failure. The next save waits
         for it, so keep it short. What it raises is only logged.
     audit
-        Whether each save checks, by samples, that rows believed unchanged are unchanged; or the bytes that all samples
-        may take. True stands for 1 MiB.
+        Whether each save checks, by samples of 1 MiB or so many bytes, that rows believed unchanged are unchanged.
+        ``all`` compares every row with what is stored, writes those that differ, and logs which were not tracked.
     keep_last, keep_every, keep_best
         After each commit, in the background, remove the versions that no rule keeps, as `cnr_store.gc` does: keep so
         many of the newest, one of every so many steps, and those whose metadata has the best figure, such as
@@ -191,7 +190,7 @@ class Checkpointer:
         rng: bool = True,
         overlap: arguments.Overlap = "wait",
         on_done: Callable[[PendingSave], object] | None = None,
-        audit: bool | int = True,
+        audit: bool | int | Literal["all"] = True,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | None = None,
@@ -231,6 +230,7 @@ class Checkpointer:
                 "max_write_bytes_per_second", max_write_bytes_per_second
             ),
             unloaded=arguments.check_choice("unloaded", unloaded, arguments.Unloaded),
+            audits_all=audit == "all",
         )
         audit_samples = Audit.from_option(audit)
         self._trained = trained = TrainedModel.from_arguments(model, optimizer, exclude)

@@ -147,8 +147,8 @@ class Loader:
         def read() -> tuple[Restored, dict[str, Bitmap], _Scales]:
             try:
                 with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-                    unsafe = saves.tracker.reasons()
-                    learn = partial(saves.planner.to_learn, unsafe=unsafe) if goes_on else None
+                    names = saves.tracker.to_compare(saves.tracker.reasons())
+                    learn = partial(saves.planner.to_learn, names=names) if goes_on else None
                     found = restore.run(self.options.rng, transfer, saves.tracker.clear, learn)
                     saves.tracker.adopt_replaced()  # by code of the caller that the load ran
                     restore.explain_changes(saves.tracker)

@@ -102,6 +102,13 @@ MUTANTS = [
         f"{STORE}/training/tracking",
     ),
     Mutant(
+        "an audit of all rows compares tables that hooks watch",
+        "cnr_store/training/tracking/tracker.py",
+        "return self._trackers.keys() if self.compares_all else unsafe",
+        "return unsafe",
+        f"{STORE}/training/saving/test_compared.py",
+    ),
+    Mutant(
         "a commit record is created, never put",
         "cnr_store/writing/commit.py",
         "    backend.create(record.key(), data)",

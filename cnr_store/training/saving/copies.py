@@ -30,13 +30,21 @@ Keeps = Literal["none", "whole", "all"]
 class Copies:
     """Copies rows, one snapshot at a time.
 
+    `compares_all`: whether later saves compare all tables, also those of which hooks tell the changed rows.
     `keeps`: of which arrays later deltas may depend on what is written: of those that are whole, or of all.
     """
 
     def __init__(
-        self, staging: Staging, code_cache: CodeCache, codecs: CodecChoice, tally: Tally, keeps: Keeps
+        self,
+        staging: Staging,
+        code_cache: CodeCache,
+        codecs: CodecChoice,
+        tally: Tally,
+        keeps: Keeps,
+        *,
+        compares_all: bool,
     ) -> None:
-        self.staging = staging
+        self.staging, self._compares_all = staging, compares_all
         self._code_cache, self._codecs, self._tally, self._keeps = code_cache, codecs, tally, keeps
 
     def rows(
@@ -80,7 +88,7 @@ class Copies:
             rows = staged.of(array) if staged and path in copied else None
             line = None if path in whole else lines.get(path)
             counts = None if line is None else changed.counts[decision.since][path]
-            is_compared = array.table.name in snapshot.unsafe
+            is_compared = self._compares_all or array.table.name in snapshot.unsafe
             return self._write(array, line, decision, ids.get(path), counts, pending, rows, is_compared)
 
         # Nothing that training may change is read any more of those that were copied together.

@@ -48,6 +48,7 @@ class Options:
     retry_seconds: float
     max_write_bytes_per_second: float | None
     unloaded: Unloaded
+    audits_all: bool  # whether saves compare all tables: the option `audit` is "all"
 
     def agree(self, group: Group, url: str, trained: TrainedModel) -> None:
         """Compare what all ranks were given.
@@ -85,6 +86,7 @@ class Options:
             "on_failure": self.on_failure,
             "max_failures": self.max_failures,
             "unloaded": self.unloaded,
+            "audit": "all" if self.audits_all else "samples",
             "timeout_seconds": group.timeout_seconds,
         }
         group.decide(CONSTRUCT, said, judge)

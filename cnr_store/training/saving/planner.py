@@ -38,7 +38,7 @@ from cnr_store.training.saving.tally import (
     place,
     worth_whole,
 )
-from cnr_store.training.tracking.bitmap import bitmap_bytes, count
+from cnr_store.training.tracking.bitmap import RowIds, bitmap_bytes, count
 from cnr_store.training.tracking.comparison import Comparison
 from cnr_store.training.tracking.moments import Factors, Moments
 from cnr_store.writing.lineage import Lineage
@@ -72,7 +72,8 @@ class Planner:
         keeps: Keeps = (
             "none" if options.policy == "full" else "all" if self._parents == "previous" else "whole"
         )
-        self._copies = Copies(Staging(options.snapshot_bytes), self._code_cache, self._codecs, tally, keeps)
+        own = Staging(options.snapshot_bytes), self._code_cache, self._codecs, tally, keeps
+        self._copies = Copies(*own, compares_all=options.audits_all)
 
     @property
     def lineage(self) -> Lineage:
@@ -159,17 +160,17 @@ class Planner:
         if why:
             self.drop_bases(why)
 
-    def compare(self, arrays: Iterable[RowArray], unsafe: Collection[str], full: bool) -> Bitmaps:
-        """The changed rows of tables of which hooks can't tell them, by what is known of the rows stored.
+    def compare(self, arrays: Iterable[RowArray], names: Collection[str], full: bool) -> Bitmaps:
+        """The changed rows of tables, by what is known of the rows stored.
 
-        An array of which nothing is known is left out: all of its rows are written. Rows that other ranks write are not
-        looked at.
+        An array of which nothing is known is left out: all of its rows are written, or those flagged. Rows that other
+        ranks write are not looked at.
 
-        `unsafe`: names of these tables.
+        `names`: from `Tracker.to_compare`.
         """
         found: Bitmaps = {}
-        for array in arrays if self.compares(unsafe, full) else ():
-            if array.table.name not in unsafe or self._tally.is_cut(array):
+        for array in arrays if self.compares(names, full) else ():
+            if array.table.name not in names or self._tally.is_cut(array):
                 continue
             own, changed = self._tally.own(array), np.zeros(bitmap_bytes(array.table.local_rows), np.uint8)
             if own.start < own.stop:
@@ -180,17 +181,22 @@ class Planner:
             found[array.path] = changed
         return found
 
-    def compares(self, unsafe: Collection[str], full: bool) -> bool:
+    def compares(self, names: Collection[str], full: bool) -> bool:
         """Whether the next save compares these tables, if anything is known of their rows; alike on all ranks."""
-        return bool(unsafe) and not self._is_full(full)
+        return bool(names) and not self._is_full(full)
+
+    def unflagged(self, snapshot: Snapshot) -> dict[str, RowIds]:
+        """By path of arrays that were compared although hooks watch them: rows that changed without a flag."""
+        sets = self._sets(snapshot.taken, self._since_whole)
+        return sets.unflagged([each for each in snapshot.arrays if each.table.name not in snapshot.unsafe])
 
     def to_learn(
-        self, table: Table, columns: int, configs: Sequence[Mapping[str, Any] | None], unsafe: Collection[str]
+        self, table: Table, columns: int, configs: Sequence[Mapping[str, Any] | None], names: Collection[str]
     ) -> Known | None:
         """What a load is to note of the rows of an array that it reads; None if no later save asks for it.
 
         `configs`: the codecs of the links that are read, newest first.
-        `unsafe`: names of the tables of which hooks can't tell the changed rows.
+        `names`: from `Tracker.to_compare`.
         """
         config, grids = configs[0], {stored_grid(each) for each in configs}
         grid = grids.pop() if len(grids) == 1 else None
@@ -199,7 +205,7 @@ class Planner:
             return None
         is_relative = grid is not None and bool(config.get("relative"))
         is_alike = grid is not None or all(each == config for each in configs)
-        if not is_alike or not (is_relative or table.name in unsafe):
+        if not is_alike or not (is_relative or table.name in names):
             return None
         of_whole = self._parents == "baseline"
         return Known.nothing((table.local_rows, columns), table.first_row, grid, config, of_whole=of_whole)
@@ -351,9 +357,9 @@ def _policy_document(
     policy, weights = asdict(decision), [each for each in snapshot.arrays if each.is_weight]
     if whole := {each.table.name: reasons[each.path] for each in weights if each.path in reasons}:
         policy["whole"] = summary(whole)
-    if snapshot.compared:
-        names = {array.table.name for array in snapshot.arrays if array.path in snapshot.compared}
-        policy["compared"] = summary({name: why for name, why in snapshot.unsafe.items() if name in names})
+    names = {array.table.name for array in snapshot.arrays if array.path in snapshot.compared}
+    if compared := {name: why for name, why in snapshot.unsafe.items() if name in names}:
+        policy["compared"] = summary(compared)
     if budget is not None:
         policy["budget"] = {"percent": budget.percent, "rms_step": budget.rms_step}
     return policy

@@ -33,7 +33,7 @@ from cnr_store.training.saving.pending_save import PendingSave, SaveCallbacks
 from cnr_store.training.saving.planner import Planner
 from cnr_store.training.saving.snapshot import Snapshot
 from cnr_store.training.saving.tally import ArrayOf, Taken, Tally
-from cnr_store.training.tracking.audit import Audit
+from cnr_store.training.tracking.audit import Audit, warn_unflagged
 from cnr_store.training.tracking.moments import dropping
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.training.tracking.tracker import Tracker
@@ -99,7 +99,7 @@ class SaveQueue:
         self.tracker = Tracker(
             trained.tables, trained.optimizers, options.trusted_optimizers, trained.sharded
         )
-        self.tracker.logs = group.world == 1
+        self.tracker.logs, self.tracker.compares_all = group.world == 1, options.audits_all
         # Before the first save, so that no save waits for a compiler between its start and its commit.
         steps = self.planner.compile_steps()
         self._compiled = self._executor.submit(lambda: any(self._closing or is_exiting() for _ in steps))
@@ -196,7 +196,7 @@ class SaveQueue:
                     for name, rows in dirty.items()
                 }
         arrays, unsafe = dropping(arrays, self.planner.judge(arrays)), tracker.whole_reasons()
-        compared = self.planner.compare(arrays, unsafe, full=False)
+        compared = self.planner.compare(arrays, tracker.to_compare(unsafe), full=False)
         taken = Taken([ArrayOf(each.path, each.table) for each in arrays], dirty, compared)
         explained = self.planner.explain(taken, arrays, tracker.ways(), unsafe)
         explained.live_pace = self._live_pace
@@ -205,20 +205,23 @@ class SaveQueue:
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Callable[[], Plan]:
         self.planner.choose_step(snapshot.arrays)
         snapshot.small = self._small = SmallTables.among(snapshot.arrays, self._small)
-        if self.planner.compares(snapshot.unsafe, full):
-            paths = sorted(array.path for array in snapshot.arrays if array.table.name in snapshot.unsafe)
+        names = self.tracker.to_compare(snapshot.unsafe)
+        if self.planner.compares(names, full):
+            paths = sorted(array.path for array in snapshot.arrays if array.table.name in names)
             found = compare_together(
                 self._group,
                 f"save of step {pending.step}: compare",
                 paths,
-                lambda: self.planner.compare(snapshot.arrays, snapshot.unsafe, full),
+                lambda: self.planner.compare(snapshot.arrays, names, full),
                 lambda: self.planner.comparison.blocks,
             )
             snapshot.compared.update(found)
         changed = self.planner.count(snapshot, full)
         decision = self.planner.decide(snapshot, full, changed)
         if not decision.full:  # a full version holds every row, flagged or not
-            self.audit.check(snapshot.arrays, snapshot.dirty, self.tracker.make_whole, snapshot.small)
+            warn_unflagged(self.planner.unflagged(snapshot))
+            others = [array for array in snapshot.arrays if array.path not in snapshot.compared]
+            self.audit.check(others, snapshot.dirty, self.tracker.make_whole, snapshot.small)
         self.audit.renew(snapshot.arrays, snapshot.dirty, snapshot.small)
         return self.planner.plan(decision, snapshot, changed, pending)
 

@@ -17,7 +17,7 @@ from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
-from cnr_store.training.tracking.bitmap import Bitmap, add_counts, bitmap_bytes, full_bitmap
+from cnr_store.training.tracking.bitmap import Bitmap, RowIds, add_counts, bitmap_bytes, full_bitmap, rows_of
 from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Held
 
@@ -107,6 +107,16 @@ class RowSets:
         if key not in self._joined:
             self._joined[key] = dirty | former
         return self._joined[key]
+
+    def unflagged(self, arrays: Iterable[_Array]) -> dict[str, RowIds]:
+        """By path of those of these arrays that were compared: the rows that changed and have no flag."""
+        flags, found = RowSets(self._dirty, {}, self._since_whole, self._parents), dict[str, RowIds]()
+        for array in arrays:
+            compared = self._compared.get(array.path)
+            missed = None if compared is None else compared & ~flags.of(array, self._parents)
+            if missed is not None and missed.any():
+                found[array.path] = array.table.first_row + rows_of(missed, array.table.local_rows)
+        return found
 
     def since_whole(self, version: str, lines: Mapping[str, ArrayLine], arrays: Iterable[_Array]) -> Bitmaps:
         """What `since_whole` is once `version` was committed with `lines`."""

@@ -8,6 +8,7 @@ table, for rows that never are.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from cnr_store.training.tracking.bitmap import Bitmap, RowIds, count, rows_of
 from cnr_store.training.tracking.device_bitmap import as_integers, integers_of
 from cnr_store.training.tracking.small_tables import SmallSamples, SmallTables, are_set, draw_rows
 
+log = logging.getLogger("cnr_store")
 DEFAULT_BYTES = 1 << 20
 """For the samples of all tables: 4,096 rows of 64 floats. If 230 of them change in an interval, 99 of 100 trackers that
 forget one changed row in a thousand are caught within 20 saves; of ids with Zipf's distribution a third of a sample
@@ -51,6 +53,16 @@ class _Sample:
     bits: Mapping[tuple[str, int], torch.Tensor]
 
 
+def warn_unflagged(found: Mapping[str, RowIds]) -> None:
+    """Log the rows, by path of their array, that a comparison found changed and that nothing flagged."""
+    if found:
+        log.warning(
+            "rows changed since the last save without being tracked, %s: %s. They are saved. Find the code that "
+            "writes, and call Checkpointer.touch after it",
+            *(_LIKELY, "; ".join(f"{_listed(rows, 'more')} of {path}" for path, rows in found.items())),
+        )
+
+
 class Audit:
     """Samples of rows as they were when the tables were last saved or loaded.
 
@@ -65,9 +77,9 @@ class Audit:
         self._small: SmallSamples | None = None
 
     @classmethod
-    def from_option(cls, audit: bool | int) -> Self:
-        """From what a caller gave: True for `DEFAULT_BYTES`, False for none, or the bytes."""
-        if isinstance(audit, bool):
+    def from_option(cls, audit: bool | int | str) -> Self:
+        """From what a caller gave: True or ``all`` for `DEFAULT_BYTES`, False for none, or the bytes."""
+        if isinstance(audit, bool) or audit == "all":
             return cls(DEFAULT_BYTES if audit else 0)
         return cls(integer("audit", audit, minimum=0))
 
@@ -98,7 +110,8 @@ class Audit:
             changed = _changed(sample, table_arrays, np.flatnonzero(~are_set(flagged[name], sample.ids)))
             first_row = table_arrays[0].table.first_row
             failures += [
-                f"table {name!r}: {_listed(first_row + rows)} of {path}" for path, rows in changed.items()
+                f"table {name!r}: {_listed(first_row + rows, 'more sampled')} of {path}"
+                for path, rows in changed.items()
             ]
             if changed:
                 make_whole(name, "rows changed without being tracked")
@@ -248,7 +261,7 @@ def _magnitude(bits: torch.Tensor) -> torch.Tensor:
     return bits & torch.iinfo(bits.dtype).max
 
 
-def _listed(rows: RowIds) -> str:
+def _listed(rows: RowIds, others: str) -> str:
     shown = ", ".join(map(str, rows[:_SHOWN].tolist()))
-    more = f" and {rows.size - _SHOWN} more sampled" if rows.size > _SHOWN else ""
-    return f"{'row' if rows.size == 1 else 'rows'} {shown}{more}"
+    beyond = f" and {rows.size - _SHOWN} {others}" if rows.size > _SHOWN else ""
+    return f"{'row' if rows.size == 1 else 'rows'} {shown}{beyond}"

@@ -54,8 +54,8 @@ class Tracker:
     `trusted_classes`.
     `sharded`: TorchRec's modules that look up rows of `tables`.
 
-    `logs`: whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of
-    them found.
+    `logs`: whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of them found.
+    `compares_all`: whether saves compare all tables, also those of which hooks tell the changed rows.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Tracker:
         trusted: Classes = (),
         sharded: Sequence[ShardedModule] = (),
     ) -> None:
-        self.logs = True
+        self.logs, self.compares_all = True, False
         self._optimizers = list(optimizers)
         self._trusted = trusted
         self._trackers = {table.name: TableTracker(table, self._optimizers) for table in tables}
@@ -183,6 +183,10 @@ class Tracker:
     def make_whole(self, name: str, reason: str) -> None:
         """Declare that the rows of a table that changed in this interval are not known."""
         self.named(name).make_whole(reason)
+
+    def to_compare(self, unsafe: Collection[str]) -> Collection[str]:
+        """Names of the tables that a save compares: those of which hooks can't tell the changed rows, or all."""
+        return self._trackers.keys() if self.compares_all else unsafe
 
     def whole_reasons(self) -> dict[str, str]:
         """Why tables are saved whole if the interval ends now, by name; call it before `swap`.

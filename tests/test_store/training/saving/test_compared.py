@@ -385,3 +385,44 @@ def test_a_save_that_failed_counts_no_row_twice_and_forgets_none(tmp_path: Path)
         assert info.rows == 1
         assert_holds(str(tmp_path), info.id, job.expected(str(tmp_path), info.id), job.make, torch.float32)
         assert checkpointer.save(3).result().rows == 0
+
+
+@pytest.mark.some_by_day(8)
+@pytest.mark.parametrize("form", ["relative", "uniform", "lossless"])
+@pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_audit_of_all_rows_finds_what_hooks_miss(
+    tmp_path: Path, way: Callable[[Any], None], policy: Any, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under SGD, whose rows hooks know: what nobody sees is written, and told of."""
+    job = Job(MAKERS["SGD"])
+    options = FORMS[form] | {"policy": policy, "audit": "all"}
+    with cnr_store.Checkpointer(tmp_path, job.model, job.optimizer, **options) as checkpointer:
+        checkpointer.save(0).result()
+        job.train(np.random.default_rng(1))
+        before = checkpointer.save(1).result()
+        assert not [each for each in caplog.messages if "without being tracked" in each]
+        way(job.weight)
+        info = checkpointer.save(2).result()
+    assert info.kind == "delta"
+    assert info.rows == 1 + (before.rows if policy == "intermittent" else 0)
+    if way not in (by_new_data, by_set):  # of which hooks know that something changed
+        assert [
+            each
+            for each in caplog.messages
+            if "without being tracked" in each and "row 5 of tables/a" in each
+        ]
+    assert_holds(tmp_path, info.id, job.expected(tmp_path, info.id), job.make, torch.float32)
+
+
+def test_an_audit_of_all_rows_goes_on_after_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = FORMS["lossless"] | {"policy": "consecutive", "audit": "all"}
+    job, newer = Job(MAKERS["SGD"]), Job(MAKERS["SGD"])
+    with cnr_store.Checkpointer(tmp_path, job.model, job.optimizer, **options) as checkpointer:
+        checkpointer.save(0).result()
+    with cnr_store.Checkpointer(tmp_path, newer.model, newer.optimizer, **options) as checkpointer:
+        checkpointer.load()
+        by_data(newer.weight)
+        info = checkpointer.save(1).result()
+    assert (info.kind, info.rows) == ("delta", 1)
+    assert "row 5 of tables/a/weight" in caplog.text
