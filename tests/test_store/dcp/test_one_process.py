@@ -22,6 +22,7 @@ import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store import Checkpointer, OptionError
+from cnr_store.catalog.catalog import open_record
 from cnr_store.dcp import Reader, Writer, import_checkpoint
 from tests.test_store.dcp.saved_state import Tripwire, same, whole_state, zeroed
 from tests.test_store.support.tampering import Forgery
@@ -140,6 +141,20 @@ def test_tables_are_quantized_where_widths_are_given(tmp_path: Path) -> None:
     assert torch.allclose(found["users.weight"], state["users.weight"], atol=0.03)
     save(state, Writer(tmp_path, tables="users", codec="cnr_rows", workers=2))
     same(load(zeroed(state), tmp_path), state)
+
+
+def test_jobs_that_go_on_spend_a_budget(tmp_path: Path) -> None:
+    """A second save of a job spends nothing; each job that begins from a version does."""
+    state, last = {"users.weight": torch.randn(2000, 16)}, None
+    for job in range(4):
+        writer = Writer(tmp_path, tables=["users"], codec="auto", previous=last)
+        save(state, writer)
+        last = save(state, writer)
+        writer.close()
+        found = open_record(tmp_path, last.id)[1]
+        assert found.spent == pytest.approx(0.01 * (1 - 0.9**job))
+        (entry,) = (each for each in found.arrays.values() if each.kind != "dense")
+        assert (entry.codec or {})["rms_step"] == pytest.approx(0.1 * 0.9 ** (job / 2))
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,20 @@ def test_another_rule_beneath_makes_the_first_version_whole(tmp_path: Path) -> N
     assert found.spent == pytest.approx(2 * 0.001)  # the count goes on without a budget
 
 
+def test_versions_that_others_continue_hand_on_what_was_spent(tmp_path: Path) -> None:
+    model = Model()
+    with Checkpointer(tmp_path, model, budget=BUDGET) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.load()
+        last = checkpointer.save(1).result()
+    after = cnr_store.save(tmp_path, model, step=2, after=last, budget=BUDGET)
+    weight = next((tmp_path / "versions" / after.id / "tables/table/weight").glob("c/*/0"))
+    weight.write_bytes(weight.read_bytes()[:-9])
+    repaired = cnr_store.repair(tmp_path, after.id).repaired
+    assert repaired is not None
+    assert record(tmp_path, after.id).spent == record(tmp_path, repaired).spent == pytest.approx(0.001)
+
+
 def test_explain_tells_of_step_and_budget(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, Model(), budget=BUDGET) as checkpointer:
         checkpointer.save(0)
