@@ -31,6 +31,7 @@ _SPARSE: dict[OptimizerName, float | None] = {"SGD": 0.005, "row-wise Adagrad": 
 _SETTINGS = [
     Setting("defaults", policy="intermittent"),
     Setting("defaults, all versions kept"),
+    Setting("budget 0.01", policy="intermittent", budget=0.01),
     Setting("lattice 0.1 and m3, relative", lattice(0.1), "intermittent", "m3"),
     Setting("lattice 0.1 and m3, whole", lattice(0.1), "full", "m3"),
 ]

@@ -25,10 +25,10 @@ from benchmarks.volumes_bench.workloads import MovieLens
 _RESULTS = Path(__file__).parents[1] / "results"
 _NAME = "relative"
 _OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-_PARTS = ("volumes", "losses", "counted", "movielens", "links")
+_PARTS = ("volumes", "losses", "counted", "movielens", "budget", "links")
 _QUICK_ROWS, _ROWS, _FULL_ROWS, _COUNTED_ROWS = 9_000, 27_000, 270_000, 27_000
 _SAMPLES_A_ROW = 4 / 27
-_RATING_INTERVALS = 15
+_RATING_INTERVALS, _BUDGET_INTERVALS = 15, 21
 _FEW_LINKS_ROWS, _LINKS_ROWS = 200_000, 1_000_000
 
 
@@ -130,11 +130,22 @@ def _counted(seed: int, options: argparse.Namespace) -> Iterator[tuple[str, dict
         yield f"Zipf 1.5, {optimizer}", {"rows": size.rows, "lines": found, "losses": lost}
 
 
-def _movielens(seed: int, _: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def _ratings() -> Features | None:
     try:
-        features = load_features(find_data(say=print))
+        return load_features(find_data(say=print))
     except DemoDataError as error:
         print(f"MovieLens is left out: {error}")
+        return None
+
+
+def _budget(seed: int, _: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    if (features := _ratings()) is not None:
+        make = partial(MovieLens, features, _BUDGET_INTERVALS, seed)
+        yield "MovieLens, Adagrad", {"saves": _BUDGET_INTERVALS, "lines": list(losses.budget_lost(make))}
+
+
+def _movielens(seed: int, _: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    if (features := _ratings()) is None:
         return
     found = volumes.at_equal_error(
         partial(MovieLens, features, _RATING_INTERVALS, seed), first=False, has_state=True
@@ -160,6 +171,7 @@ _PART = {
     "losses": _losses,
     "counted": _counted,
     "movielens": _movielens,
+    "budget": _budget,
     "links": _links,
 }
 

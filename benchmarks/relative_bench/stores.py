@@ -52,6 +52,7 @@ class Setting:
     codec: Config | None = None
     policy: str = "consecutive"
     state_bits: int | str = LOSSLESS
+    budget: float | None = None  # in place of both
 
 
 def new_checkpointer(
@@ -60,6 +61,8 @@ def new_checkpointer(
     chosen: dict[str, Any] = {}
     if setting.codec is not None:
         chosen = {"codec": setting.codec, "state_bits": setting.state_bits}
+    elif setting.budget is not None:
+        chosen = {"budget": setting.budget}
     return cnr_store.Checkpointer(
         ledger,
         workload.model,

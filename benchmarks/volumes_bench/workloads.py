@@ -32,10 +32,16 @@ class Workload(Protocol):
 
 
 class MovieLens:
-    """The model of `cnr demo`, trained with Adagrad on ratings in the order in which they were given."""
+    """The model of `cnr demo`, trained with Adagrad on ratings in the order in which they were given.
+
+    Attributes
+    ----------
+    losses
+        The sum of the mean log losses of all batches. Each is judged before it is learned.
+    """
 
     def __init__(self, features: Features, intervals: int, seed: int = 0) -> None:
-        self.intervals = intervals
+        self.intervals, self.losses = intervals, 0.0
         self.model: nn.Module
         self.model, self.optimizer = new_training(features.rows, seed)
         self._features = features
@@ -51,6 +57,7 @@ class MovieLens:
             self.optimizer.zero_grad()
             torch.autograd.backward(loss)
             self.optimizer.step()
+            self.losses += float(loss.detach())
 
 
 class Synthetic:
