@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cnr_codecs.kernels.building.compiled import kernel
-from cnr_codecs.kernels.building.instructions import bits_of, prefetch
+from cnr_codecs.kernels.building.instructions import bits_of, float_of, prefetch
 
 # Beyond every limit, and within an int32.
 _BEYOND = np.float64(1 << 16)
@@ -69,14 +69,17 @@ def count_magnitudes(values: Any, drop: int, counts: Any) -> None:
 
 @kernel
 def place_rows(
-    codes: Any, dim: int, step: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int
+    codes: Any, dim: int, step: Any, shift: int, rows: Any, first_row: int, need: Any, flat: Any, stride: int
 ) -> int:
     """Write the wanted ones of `rows` (uint32) to `flat` (float32), clear their marks, and return their number.
 
-    Row i of `rows` has the codes (int32) from i * `dim` on, and is row `rows[i] - first_row` of the output, which
-    `need` (uint8) marks if it is wanted, and which begins at that many times `stride`. Others lie outside of it.
+    Row i of `rows` has the codes from i * `dim` on, and is row `rows[i] - first_row` of the output, which `need`
+    (uint8) marks if it is wanted, and which begins at that many times `stride`. Others lie outside of it.
+
+    A value is its code times `step`. If that is 0, its bits are the code's magnitude, shifted by `shift` bits, and
+    sign; negative codes that are exact, which are int32, have magnitudes from 0 on.
     """
-    written, width = 0, np.uintp(dim)
+    written, width, narrow = 0, np.uintp(dim), np.int64(codes.itemsize == 2)  # a constant of the compiler's
     for i in range(rows.size):
         place = np.int64(rows[i]) - first_row
         if place < 0 or place >= need.size or need[place] == 0:
@@ -84,8 +87,15 @@ def place_rows(
         need[place] = 0
         written += 1
         source, to = np.uintp(i * dim), np.uintp(place * stride)
+        if step > 0:
+            for j in range(width):
+                flat[to + j] = step * np.float32(codes[source + j])
+            continue
         for j in range(width):
-            flat[to + j] = step * np.float32(codes[source + j])
+            code = np.int64(codes[source + j])
+            negative = code >> 63
+            size = (code ^ negative) - negative * narrow
+            flat[to + j] = float_of(np.uint32((size << shift) | (negative & 0x80000000)))
     return written
 
 
@@ -189,32 +199,6 @@ def restore_lines(rests: Any, line: int, shift: int, centers: Any, least: int, m
 
 
 @kernel
-def place_floating(
-    codes: Any, dim: int, shift: int, rows: Any, first_row: int, need: Any, flat: Any, stride: int
-) -> int:
-    """Write the wanted ones of `rows` (uint32) to `flat`, the bits of float32, clear their marks, return their number.
-
-    As `place_rows`, with magnitudes that are shifted by `shift` bits. Codes of int32 are exact: negative ones have
-    magnitudes from 0 on.
-    """
-    written, width, narrow = 0, np.uintp(dim), np.int64(codes.itemsize == 2)  # a constant of the compiler's
-    for i in range(rows.size):
-        place = np.int64(rows[i]) - first_row
-        if place < 0 or place >= need.size or need[place] == 0:
-            continue
-        need[place] = 0
-        written += 1
-        source, to = np.uintp(i * dim), np.uintp(place * stride)
-        for j in range(width):
-            code = np.int64(codes[source + j])
-            negative = code >> 63
-            flat[to + j] = np.uint32(
-                (((code ^ negative) - negative * narrow) << shift) | (negative & 0x80000000)
-            )
-    return written
-
-
-@kernel
 def add_rows(
     codes: Any,
     dim: int,
@@ -302,11 +286,13 @@ def settle_rows(
 
 @kernel
 def find_codes(values: Any, rows: Any, step: Any, shift: int, dim: int, codes: Any) -> None:
-    """Write the codes (int16) of `rows` (int64) of `values`, flat float32 that was made of codes, one after the other.
+    """Write the codes of `rows` (int64) of `values`, flat float32 that `place_rows` made of them, one after the other.
 
-    Where `step` (float32) is 0, codes are the bits of values above the lowest `shift`. A negative row has zeros.
+    A negative row is none, and has zeros.
     """
-    width, below, inverse = np.uintp(dim), np.uint32(shift), np.float32(1) / step
+    # A value is exactly its step times its code.
+    inverse, width, low = np.float32(1) / step, np.uintp(dim), np.uint32(shift)
+    narrow = np.int32(codes.itemsize == 2)
     for i in range(rows.size):
         row, to = np.int64(rows[i]), np.uintp(i * dim)
         if row < 0:
@@ -315,12 +301,11 @@ def find_codes(values: Any, rows: Any, step: Any, shift: int, dim: int, codes: A
             continue
         source = np.uintp(row * dim)
         if step > 0:
-            # A value is exactly its step times its code.
             for j in range(width):
                 codes[to + j] = np.int16(np.rint(values[source + j] * inverse))
             continue
         for j in range(width):
             bits = bits_of(values[source + j])
-            size = np.int32((bits & np.uint32(0x7FFFFFFF)) >> below)
+            size = np.int32((bits & np.uint32(0x7FFFFFFF)) >> low)
             sign = np.int32(bits >> np.uint32(31))
-            codes[to + j] = np.int16((size ^ -sign) + sign)
+            codes[to + j] = np.int32((size ^ -sign) + sign * narrow)

@@ -32,7 +32,7 @@ NARROW_DIM, NARROW_LINE = 4, 32
 # The greatest magnitudes of a lattice code, and of the difference of two.
 MAX_CODE = (1 << 15) - 1
 MAX_DIFFERENCE = 2 * MAX_CODE
-# The least and the greatest magnitude of any integer of 32 bits, that of the least one in 32 bits, and of a sum of two.
+# From what the magnitude of the least integer of 32 bits overflows to, up to that of the sum of two: refuses none.
 _ANY = -(1 << 31), 1 << 32
 # A grid as it is in checksums: its step, scale and shift, as in a payload, and the bits of the mantissa.
 _GRID = struct.Struct("<ffhB")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
-from cnr_codecs.kernels.lattice import add_rows, place_floating, place_rows, settle_rows
+from cnr_codecs.kernels.lattice import add_rows, place_rows, settle_rows
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_CODE,
@@ -98,19 +98,16 @@ def _wants(rows: RowNumbers, need: Need, first_row: int) -> bool:
 
 def _place(payload: Payload, segment: Segment, codes: Codes, rows: RowNumbers, target: Target) -> int:
     """Write the wanted ones of the rows of a block."""
-    step, mantissa = np.float32(segment.parameters[0, 0]), segment.bits
-    place = (rows, target.first_row, target.need)
-    is_float32 = payload.element == "float32"
-    if mantissa and (is_float32 or (payload.element == "bfloat16" and segment.grid.is_centered)):
-        bits = target.flat.view(np.uint32)
-        return int(place_floating(codes, payload.dim, MANTISSA_BITS - mantissa, *place, bits, target.stride))
-    if is_float32:
-        return int(place_rows(codes, payload.dim, step, *place, target.flat, target.stride))
+    grid, place = segment.grid, (rows, target.first_row, target.need)
+    # Codes of up to 7 bits are exact in bfloat16 as well.
+    if payload.element == "float32" or (payload.element == "bfloat16" and grid.is_centered):
+        kinds = payload.dim, np.float32(grid.step), MANTISSA_BITS - grid.mantissa
+        return int(place_rows(codes, *kinds, *place, target.flat, target.stride))
     places = rows.astype(np.int64) - target.first_row
     chosen = np.flatnonzero((places >= 0) & (places < len(target.need)))
     chosen = chosen[target.need[places[chosen]] != 0]
     places = places[chosen]
     codes = codes.reshape(-1, payload.dim)[chosen]
-    target.out[places] = grid_values(codes, segment.grid, payload.element)
+    target.out[places] = grid_values(codes, grid, payload.element)
     target.need[places] = 0
     return len(places)

@@ -20,7 +20,6 @@ from cnr_codecs.payload.coded import (
     Grid,
     begun,
     checksum,
-    exact_codes,
 )
 from cnr_codecs.payload.payload import Segment
 from cnr_codecs.payload.rowset import RowSet
@@ -195,12 +194,11 @@ class Pending:
 
     def _codes(self, rows: npt.NDArray[np.int64], grid: Grid) -> Codes:
         """The codes (n, columns) that rows were settled with; 0 of those that are none, below 0."""
-        if self.values is None or grid.is_exact:
-            held = self.sums[rows] if self.values is None else exact_codes(self.sums[rows])
-            return np.where(rows[:, None] < 0, 0, held).astype(grid.dtype)
-        codes = np.empty((len(rows), self.sums.shape[1]), np.int16)
-        place = np.float32(grid.step), MANTISSA_BITS - grid.mantissa, codes.shape[1], codes.reshape(-1)
-        find_codes(self.values.reshape(-1), rows, *place)
+        if self.values is None:
+            return np.where(rows[:, None] < 0, 0, self.sums[rows]).astype(grid.dtype)
+        codes: Codes = np.empty((len(rows), self.sums.shape[1]), grid.dtype)
+        kinds = np.float32(grid.step), MANTISSA_BITS - grid.mantissa, codes.shape[1]
+        find_codes(self.values.reshape(-1), rows, *kinds, codes.reshape(-1))
         return codes
 
     def check_settled(self, found: int, grid: Grid) -> None:
