@@ -15,7 +15,7 @@ import torch
 from benchmarks.codec_bench.machine import describe
 from benchmarks.codec_bench.movielens import DemoDataError, Features, find_data, load_features
 from benchmarks.codec_bench.targets import Target
-from benchmarks.relative_bench import links, losses, volumes
+from benchmarks.relative_bench import exact, links, losses, volumes
 from benchmarks.relative_bench.plot import draw
 from benchmarks.relative_bench.targets import targets
 from benchmarks.relative_bench.trace import OptimizerName, Size, Training
@@ -25,7 +25,7 @@ from benchmarks.volumes_bench.workloads import MovieLens
 _RESULTS = Path(__file__).parents[1] / "results"
 _NAME = "relative"
 _OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-_PARTS = ("volumes", "losses", "counted", "movielens", "budget", "links")
+_PARTS = ("volumes", "losses", "counted", "movielens", "exact", "budget", "links")
 _QUICK_ROWS, _ROWS, _FULL_ROWS, _COUNTED_ROWS = 9_000, 27_000, 270_000, 27_000
 _SAMPLES_A_ROW = 4 / 27
 _RATING_INTERVALS, _BUDGET_INTERVALS = 15, 21
@@ -160,6 +160,12 @@ def _torch_save(features: Features) -> int:
     return full_sizes(MovieLens(features, _RATING_INTERVALS)).torch_save_bytes
 
 
+def _exact(seed: int, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    for optimizer in _OPTIMIZERS:
+        lines = list(exact.times_fewer(_size(options.rows), optimizer, seed))
+        yield f"Zipf 1.05, {optimizer}", {"rows": options.rows, "lines": lines}
+
+
 def _links(seed: int, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     rows = _LINKS_ROWS if options.rows > _ROWS else _FEW_LINKS_ROWS
     yield "ten rows, 8 deltas", {"lines": links.few_rows(rows, seed)}
@@ -171,6 +177,7 @@ _PART = {
     "losses": _losses,
     "counted": _counted,
     "movielens": _movielens,
+    "exact": _exact,
     "budget": _budget,
     "links": _links,
 }
