@@ -26,7 +26,7 @@ from cnr_store.cli.inspection import diff, info
 from cnr_store.cli.listing import ls
 from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
 from cnr_store.cli.output import plain
-from cnr_store.cli.report.command import report
+from cnr_store.cli.report.page import report
 from cnr_store.cli.report.watch import watch
 from cnr_store.cli.simulate import simulate
 from cnr_store.cli.warm import warm

@@ -91,12 +91,16 @@ def _padded(console: Console, column: Column) -> list[str]:
 
 
 def print_json(doc: object) -> None:
-    """Print one JSON document. JSON has no NaN and no infinity: they are spelled as Zarr spells them."""
+    """Print one JSON document."""
+    print(json_text(doc, indent=2))
+
+
+def json_text(doc: object, indent: int | None = None) -> str:
+    """A JSON document. JSON has no NaN and no infinity: they are spelled as Zarr spells them."""
     try:
-        text = json.dumps(doc, indent=2, allow_nan=False)
+        return json.dumps(doc, indent=indent, allow_nan=False)
     except ValueError:
-        text = json.dumps(_spelled(doc), indent=2, allow_nan=False)
-    print(text)
+        return json.dumps(_spelled(doc), indent=indent, allow_nan=False)
 
 
 def _spelled(value: object) -> object:

@@ -23,77 +23,40 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class TableFigures:
-    """What saves did with a table.
+    """What saves did with a table."""
 
-    Attributes
-    ----------
-    name, rows, dim, codec
-        The table, its shape and the codec of its rows, in the newest version that has it.
-    bytes
-        Bytes of its rows and of the optimizer state beside them, over all versions.
-    shares
-        By version, the share of its rows that the version holds; None where it has no such table.
-    """
-
-    name: str
+    name: str  # name, rows, dim, codec: as they are in the newest version that has it
     rows: int
     dim: int
     codec: str
-    bytes: int
-    shares: list[float | None]
+    bytes: int  # of its rows and of the optimizer state beside them, over all versions
+    shares: list[float | None]  # by version, the share of its rows that this holds; None without such a table
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """Versions after one another of which the same was decided, for the same reason.
-
-    Attributes
-    ----------
-    first_step, last_step, versions
-        Which, and how many.
-    kind, policy, reason
-        What they are, and why; of the newest one, if reasons differ in a number alone.
-    width
-        What bits="auto" stood for, and why; empty where no table asked for it.
-    whole
-        Which tables were whole because of what changed of them was unknown, and why; empty if none was.
-    """
+    """Versions after one another of which the same was decided, for the same reason."""
 
     first_step: int
     last_step: int
     versions: int
-    kind: str
+    kind: str  # kind, policy, reason: what they are, and why; of the newest one, if reasons differ in a number alone
     policy: str
     reason: str
-    width: str
-    whole: str
+    width: str  # what bits="auto" stood for, and why; empty where no table asked for it
+    whole: str  # which tables were whole because what changed of them was unknown, and why; empty if none was
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a store.
-
-    Attributes
-    ----------
-    url
-        The store.
-    versions
-        Facts of each version, oldest first. Beside those that `cnr ls` shows: ``saved_seconds``, and ``restore_bytes``,
-        the bytes of all that its restore reads.
-    tables, table_count
-        At most `MAX_TABLES`, those that take the most bytes first; how many there are.
-    decisions
-        Oldest first.
-    errors
-        What is damaged.
-    """
+    """The figures of a store."""
 
     url: str
-    versions: list[Facts]
-    tables: list[TableFigures]
-    table_count: int
-    decisions: list[Decisions]
-    errors: list[str]
+    versions: list[Facts]  # oldest first; beside what `cnr ls` shows, ``saved_seconds`` and ``restore_bytes``
+    tables: list[TableFigures]  # at most `MAX_TABLES`, those that take the most bytes first
+    table_count: int  # how many there are
+    decisions: list[Decisions]  # oldest first
+    errors: list[str]  # what is damaged
 
     @property
     def known(self) -> list[Facts]:
@@ -221,3 +184,15 @@ def _text(value: Any) -> str:
     """A word of a record that nothing proves, bounded."""
     text = "" if value is None else str(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def spans(count: int, most: int) -> Iterator[range]:
+    """At most so many ranges of versions after one another, which hold all of them."""
+    columns = min(count, most)
+    for at in range(columns):
+        yield range(at * count // columns, (at + 1) * count // columns)
+
+
+def highest(values: Sequence[float | None], span: Iterable[int]) -> float | None:
+    """The highest value that is known in a part."""
+    return max((value for at in span if (value := values[at]) is not None), default=None)

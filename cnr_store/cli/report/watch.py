@@ -19,8 +19,7 @@ from cnr_store.cli.facts import UNREAD, health
 from cnr_store.cli.listing import totals_text, versions_table
 from cnr_store.cli.options import StorageOptions, Url, parse_options
 from cnr_store.cli.output import counted, new_table, plain, print_table, say, size_text
-from cnr_store.cli.report.charts import Values, spans
-from cnr_store.cli.report.figures import Figures, read_figures
+from cnr_store.cli.report.figures import Figures, highest, read_figures, spans
 from cnr_store.errors import CheckpointError
 
 _BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
@@ -56,16 +55,19 @@ def _look(catalog: Catalog) -> Figures:
 
 
 def _show(catalog: Catalog, console: Console, figures: Figures, interval: float) -> None:
-    """Show the figures in place. What can't be read for a while is told beneath the last ones."""
-    with Live(_view(figures, console), console=console, auto_refresh=False) as live:
+    """Show what fits into the terminal, in place. What can't be read for a while is told beneath the last figures."""
+    with Live(console=console, auto_refresh=False) as live:
+        problem = Text("")
         while True:
+            room = max(1, min(_VERSIONS, console.height - _OTHER_LINES))
+            shown = [*_parts(figures, console, room), *([problem] if problem else [])]
+            live.update(Group(*shown), refresh=True)
             time.sleep(interval)
-            problem = ""
+            problem = Text("")
             try:
                 figures = _look(catalog)
             except (BackendError, CheckpointError) as error:
-                problem = f"cnr: {error}"
-            live.update(_view(figures, console, problem), refresh=True)
+                problem = Text(f"cnr: {error}", style="red")
 
 
 def _follow(catalog: Catalog, console: Console, figures: Figures, interval: float) -> None:
@@ -87,12 +89,6 @@ def _print(figures: Figures, console: Console) -> None:
             print_table(part)
         else:
             console.print(part, soft_wrap=True)
-
-
-def _view(figures: Figures, console: Console, problem: str = "") -> Group:
-    """What fits into the terminal."""
-    room = max(1, min(_VERSIONS, console.height - _OTHER_LINES))
-    return Group(*_parts(figures, console, room), *([Text(problem, style="red")] if problem else []))
 
 
 def _parts(figures: Figures, console: Console, versions: int) -> list[Text | Table]:
@@ -119,10 +115,9 @@ def _charts(figures: Figures, console: Console) -> Table:
         ("chain", "chain"),
     ):
         values = [facts[name] for facts in figures.known]
-        known = [value for value in values if value is not None]
-        if known:
-            ends = (_value(name, values[-1]), _value(name, max(known)))
-            table.add_row(title, sparkline(values, console), *ends)
+        most = highest(values, range(len(values)))
+        if most is not None:
+            table.add_row(title, sparkline(values, console), _value(name, values[-1]), _value(name, most))
     return table
 
 
@@ -144,19 +139,14 @@ def _changed(figures: Figures, console: Console) -> Table:
     return table
 
 
-def sparkline(values: Values, console: Console) -> str:
+def sparkline(values: Sequence[float | None], console: Console) -> str:
     """Values as bars of one line, of which each is the highest of some versions, if there are many."""
     bars = _BARS if console.encoding.startswith("utf") else _ASCII_BARS
     columns = max(5, min(_CHART_COLUMNS, console.width - 40))
-    top = max((value for value in values if value is not None), default=0) or 1
-    return "".join(_bar([values[at] for at in span], top, bars) for span in spans(len(values), columns))
-
-
-def _bar(values: Sequence[float | None], top: float, bars: str) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return bars[0]
-    return bars[max(1, round(max(known) / top * (len(bars) - 1)))]
+    known = [highest(values, span) for span in spans(len(values), columns)]
+    top = max((value for value in known if value is not None), default=0) or 1
+    heights = (0 if value is None else max(1, round(value / top * (len(bars) - 1))) for value in known)
+    return "".join(bars[height] for height in heights)
 
 
 def _health(figures: Figures) -> Text:

@@ -1,4 +1,4 @@
-"""`cnr report`: one page of records and names, in which nothing runs and which asks nobody for anything."""
+"""`cnr report`: one page of records and names, which draws itself and asks nobody for anything."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import shutil
 import struct
 import tempfile
 import uuid
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from cnr_store.cli.report.figures import Figures, read_figures
 from cnr_store.cli.report.page import MAX_VERSIONS, page
 from tests.s3_server import S3Server
 from tests.test_store.cli.command import cnr
+from tests.test_store.cli.drawn_page import drawn
 from tests.test_store.golden.golden_values import STORES
 from tests.test_store.support.damaged_store import SavedStore
 from tools.browser import NoBrowserError, find_browser, screenshot
@@ -108,23 +111,55 @@ def written(capsys: pytest.CaptureFixture[str], tmp_path: Path, store: str) -> P
     return target
 
 
+def _drawn(page: Path | bytes) -> Page:
+    """What the script of a page draws."""
+    html = page.read_bytes() if isinstance(page, Path) else page
+    assert Page(html.decode()).open == []
+    return Page(drawn(html.decode())[1])
+
+
 def test_the_page_stands_alone(written: Path) -> None:
-    found = Page(written.read_text(encoding="utf-8"))
-    assert found.open == []
-    assert (found.fetched, found.handlers) == ([], [])
-    assert not {"script", "img", "iframe", "b"}.intersection(found.tags[found.tags.index("h2") :])
+    for found in (Page(written.read_text(encoding="utf-8")), _drawn(written)):
+        assert found.open == []
+        assert (found.fetched, found.handlers) == ([], [])
+        assert not {"img", "iframe"}.intersection(found.tags)
+    assert not {"script", "b"}.intersection(found.tags[found.tags.index("h2") :])
     assert found.tags.count("svg") >= 6
     assert "url(" not in written.read_text()
+    assert not re.search(r"\b(fetch|XMLHttpRequest|import|eval|innerHTML)\b", written.read_text())
+
+
+def test_no_script_but_the_templates_own_may_run(written: Path) -> None:
+    html = written.read_text(encoding="utf-8")
+    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", html, re.DOTALL)
+    assert [attributes for attributes, _ in scripts] == [' type="application/json" id="figures"', ""]
+    digest = b64encode(sha256(scripts[1][1].encode()).digest()).decode()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None
+    assert policy[1].startswith(f"default-src 'none'; script-src 'sha256-{digest}'; style-src")
 
 
 def test_names_and_metadata_are_text(written: Path) -> None:
-    text = Page(written.read_text(encoding="utf-8")).text
-    assert EVIL in text
-    assert f"{EVIL_FIGURE}=<b>x</b>" in text
+    found = _drawn(written)
+    assert EVIL in found.text
+    assert f"{EVIL_FIGURE}=<b>x</b>" in found.text
+    assert EVIL not in written.read_text(encoding="utf-8")
+    assert "<b>x" not in written.read_text(encoding="utf-8")
+
+
+def test_figures_that_are_no_numbers_are_left_out(figures: Figures) -> None:
+    versions: list[Facts] = [
+        {**facts, "stalled_seconds": float("nan"), "saved_seconds": None} for facts in figures.versions
+    ]
+    text = _drawn(page(replace(figures, versions=versions))).text
+    assert "typical stall" not in text
+    assert "How long a save held training" not in text
+    assert "Versions that a restore reads" in text
 
 
 def test_the_page_tells_what_happened(written: Path) -> None:
-    text = Page(written.read_text(encoding="utf-8")).text
+    text = _drawn(written).text
+    assert drawn(written.read_text(encoding="utf-8"))[0].startswith("Checkpoints of file://")
     for expected in (
         "less than as many full copies",
         "consecutive: changed since the previous",
@@ -205,15 +240,16 @@ def test_the_page_of_many_versions_is_bounded(figures: Figures) -> None:
     decisions = [replace(figures.decisions[at % 2], reason="&" * 300) for at in range(many)]
     data = page(replace(figures, versions=versions, tables=tables, table_count=9000, decisions=decisions))
     assert len(data) < PAGE_BYTES
-    found = Page(data.decode())
+    found = _drawn(data)
     assert found.open == []
+    assert found.tags.count("rect") < 10_000
     assert f"The newest {MAX_VERSIONS:,} of 2,000." in found.text
     assert "8,976 more tables" in found.text
     assert "Each bar is the highest of some 8 versions." in found.text
 
 
 def test_half_a_character_is_no_error(figures: Figures) -> None:
-    assert b"&#55296;" in page(replace(figures, url="\ud800"))
+    assert b"\\ud800" in page(replace(figures, url="\ud800"))
 
 
 @contextmanager
@@ -251,7 +287,7 @@ def test_golden_stores_are_reported(capsys: pytest.CaptureFixture[str], tmp_path
     shutil.unpack_archive(store / "store.zip", tmp_path / "store")
     assert cnr(capsys, "watch", str(tmp_path / "store"), "--once")[0] == 0
     found = read_figures(Catalog(open_backend(tmp_path / "store")))
-    assert Page(page(found).decode()).open == []
+    assert _drawn(page(found)).open == []
     reads = [facts["restore_bytes"] for facts in found.versions if facts["lost_base"] is None]
     assert all(0 < each < 1 << 30 for each in reads)
 
@@ -260,7 +296,7 @@ def test_a_store_without_tables_has_a_report(capsys: pytest.CaptureFixture[str],
     url = str(tmp_path / "store")
     cnr_store.save(url, torch.nn.Linear(3, 3), step=3)
     assert cnr(capsys, "report", url, "-o", str(tmp_path / "r.html"))[0] == 0
-    assert "Changed rows" not in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+    assert "Changed rows" not in _drawn(tmp_path / "r.html").text
     assert "changed rows" not in cnr(capsys, "watch", url, "--once")[1]
 
 
@@ -274,13 +310,13 @@ def test_a_damaged_record_is_told_and_the_rest_shown(
     status, _, err = cnr(capsys, "report", str(saved.folder), "-o", str(tmp_path / "r.html"))
     assert status == 3
     assert saved.ids[1] in err
-    text = Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+    text = _drawn(tmp_path / "r.html").text
     assert "1of 4 versions" in text
     assert f"its base {saved.ids[1]} is lost" in text
     for each in saved.folder.glob("versions/*/zarr.json"):
         each.write_bytes(each.read_bytes()[:-20])
     assert cnr(capsys, "report", str(saved.folder), "-o", str(tmp_path / "r.html"))[0] == 3
-    assert "0of 4 versions" in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+    assert "0of 4 versions" in _drawn(tmp_path / "r.html").text
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])
@@ -328,7 +364,7 @@ def test_report_watch_and_pin_of_a_store_on_s3(
     cnr_store.save(url, torch.nn.EmbeddingBag(1000, 8), step=7, storage_options=options)
     opened = ("--storage-options", json.dumps(options))
     assert cnr(capsys, "report", url, "-o", str(tmp_path / "r.html"), *opened)[0] == 0
-    assert url in Page((tmp_path / "r.html").read_text(encoding="utf-8")).text
+    assert url in _drawn(tmp_path / "r.html").text
     status, out, _ = cnr(capsys, "watch", url, "--once", *opened)
     assert status == 0
     assert "1 version, " in out
