@@ -31,9 +31,10 @@ _SPARSE: dict[OptimizerName, float | None] = {"SGD": 0.005, "row-wise Adagrad": 
 _SETTINGS = [
     Setting("defaults", policy="intermittent"),
     Setting("defaults, all versions kept"),
+    Setting("lattice 0.1, state auto, relative", lattice(0.1), "intermittent", "auto"),
+    Setting("lattice 0.1, state auto, relative, all versions kept", lattice(0.1), state_bits="auto"),
+    Setting("lattice 0.1, state auto, whole", lattice(0.1), "full", "auto"),
     Setting("budget 0.01", policy="intermittent", budget=0.01),
-    Setting("lattice 0.1 and m3, relative", lattice(0.1), "intermittent", "m3"),
-    Setting("lattice 0.1 and m3, whole", lattice(0.1), "full", "m3"),
 ]
 # Times less written than torch.save, by training, of "defaults" and of those that keep all versions; None: no aim.
 _AIMS: dict[str, tuple[float, float | None]] = {

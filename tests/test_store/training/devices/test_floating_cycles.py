@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.support.rowwise_optimizers import OwnRowWise
 from tests.test_store.training.devices.conftest import stays_on_host
 from tests.test_store.training.devices.device import DEVICE
+from tests.test_store.training.saving.test_state_auto import AUTO
+from tests.test_store.training.saving.test_state_auto import Job as Dropping
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 ROWS, DIM = 4096, 3
@@ -144,3 +147,23 @@ def test_records_count_rows_that_a_device_quantized(tmp_path: Path, encoded: lis
     assert encoded == ["tables/songs/weight"]
     found = open_record(str(tmp_path), "latest")[1].arrays["tables/songs/weight"]
     assert (found.raw, found.finer, found.zero) == (10, 20 * ("step" in codec), 30)
+
+
+def test_first_moments_are_stored_without_what_they_no_longer_do(tmp_path: Path) -> None:
+    """The host drops it, whatever compares or stores the other rows."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        there = DEVICE.type == "cuda"
+        rate = torch.tensor(0.002, device=DEVICE) if there else 0.002
+        return torch.optim.Adam(parameters, lr=rate, capturable=there)
+
+    job, other, random = (
+        Dropping(make, device=DEVICE),
+        Dropping(make, device=DEVICE),
+        np.random.default_rng(1),
+    )
+    options = AUTO | {"policy": "consecutive"}
+    with cnr_store.Checkpointer(str(tmp_path), job.model, job.optimizer, **options) as checkpointer:
+        for step in range(3):
+            job.train(random, 8)
+            job.check(str(tmp_path), checkpointer.save(step).result().id, other)

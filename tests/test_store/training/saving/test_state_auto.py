@@ -61,7 +61,9 @@ OTHERS: dict[str, Make] = {
 class Job:
     """A large table and a small one."""
 
-    def __init__(self, make: Make, dtype: torch.dtype = torch.float32, sparse: bool = False) -> None:
+    def __init__(
+        self, make: Make, dtype: torch.dtype = torch.float32, sparse: bool = False, device: Any = "cpu"
+    ) -> None:
         torch.manual_seed(3)
         self.model = nn.ModuleDict(
             {
@@ -71,6 +73,7 @@ class Job:
         )
         with torch.no_grad():
             self.weight.mul_(0.1)
+        self.model.to(device)
         self.make = make
         self.optimizer = make(self.model.parameters())
 
@@ -80,18 +83,21 @@ class Job:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """The large table's, by rows."""
+        """The large table's, by rows, in host memory."""
         state = self.optimizer.state[self.weight]
-        return {key: each for key, each in state.items() if isinstance(each, torch.Tensor) and each.ndim}
+        return {
+            key: each.cpu() for key, each in state.items() if isinstance(each, torch.Tensor) and each.ndim
+        }
 
     def train(self, random: np.random.Generator, steps: int = 1) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad()
             for table in self.model.values():
                 assert isinstance(table, nn.Embedding)
-                rows = table(torch.from_numpy(random.integers(table.num_embeddings, size=9)))
+                ids = torch.from_numpy(random.integers(table.num_embeddings, size=9))
+                rows = table(ids.to(self.weight.device))
                 noise = torch.from_numpy(random.normal(size=(9, 1)) * random.normal(size=rows.shape))
-                (rows * noise.to(rows.dtype)).sum().backward()
+                (rows * noise.to(rows)).sum().backward()
             self.optimizer.step()
 
     def displaced(self, rate: float) -> tuple[str, Values]:
