@@ -45,6 +45,7 @@ from cnr_store.policies.widths import (
     choose_bits,
     match_pattern,
 )
+from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 from cnr_store.training.tracking.bitmap import compile_kernels
 from cnr_store.writing.row_codes import relative_codec
@@ -212,9 +213,12 @@ class CodecChoice:
         width = choose_bits(self._bits, table, table_bytes, self._auto)
         return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
 
-    def may_drop(self, table: str, slot: str, nbytes: int, element: str) -> bool:
-        """Whether an array of optimizer state is stored by what its optimizer does with it: see `Moments`."""
-        return element in QUANTIZABLE and self._state.of(table, slot, nbytes) == AUTO
+    def droppable(self, arrays: Sequence[RowArray]) -> set[str]:
+        """Paths of the optimizer state that is stored by what its optimizer does with it: see `Moments`."""
+        state = (each for each in arrays if not each.is_weight and each.element in QUANTIZABLE)
+        return {
+            each.path for each in state if self._state.of(each.table.name, each.slot, each.nbytes) == AUTO
+        }
 
     def state_codec_for(
         self, table: str, slot: str, nbytes: int, element: str, *, is_dropped: bool = False

@@ -105,12 +105,6 @@ def codec_of(codecs: CodecChoice, array: RowArray) -> RowCodec:
     return codecs.state_codec_for(*own, is_dropped=array.drop is not None)
 
 
-def may_drop(codecs: CodecChoice, array: RowArray) -> bool:
-    """Whether an array is state that is stored by what its optimizer does with it."""
-    own = array.table.name, array.slot, array.nbytes, array.element
-    return not array.is_weight and codecs.may_drop(*own)
-
-
 def stored_steps(
     arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine]
 ) -> dict[tuple[str, int], float | None]:

@@ -21,7 +21,7 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.copies import Copies, Keeps
 from cnr_store.training.saving.explanation import Explanation, How, explained
-from cnr_store.training.saving.options import Options, codec_of, may_drop, row_bytes, stored_steps
+from cnr_store.training.saving.options import Options, codec_of, row_bytes, stored_steps
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import (
     Snapshot,
@@ -147,7 +147,7 @@ class Planner:
     def judge(self, arrays: Sequence[RowArray]) -> dict[str, Factors | None]:
         """Which values of first moments the next version is to be without: see `Moments.judge`."""
         self._codecs.choose_step(self.lineage.spent, stored_steps(arrays, self.lineage.lines))
-        wanted = {array.path for array in arrays if may_drop(self._codecs, array)}
+        wanted = self._codecs.droppable(arrays)
         return self._moments.judge(arrays, wanted, self._codec_of) if wanted else {}
 
     def _codec_of(self, array: RowArray) -> RowCodec:
