@@ -69,20 +69,13 @@ class RowBits:
 
         Returns: False if an id is out of range, on the host. On another device `saw_outside` tells later.
         """
-        # Nearly all ids are such. Only a plain tensor is sure to have its values at its address.
-        host, plain = self.host, type(ids) is torch.Tensor and ids.is_cpu and ids.dtype is torch.int64
-        if plain and host is not None and ids.is_contiguous():
-            address, count = ids.data_ptr(), ids.numel()
-            if count and not address:
-                raise RuntimeError("these ids have no values")
-            return bitmap.mark_at(host[1], self.rows, address, count) < 0
         if self.there is not None:
             flat = ids.detach().to(self.device, non_blocking=True).reshape(-1).to(torch.int64)
             inside = (flat >= 0) & (flat < self.rows)
             self.there.index_fill_(0, torch.where(inside, flat, -(-self.rows // 8) * 8), 1)
             return True
-        assert host is not None
-        return bitmap.mark(host[0], self.rows, ids.cpu().numpy().reshape(-1)) < 0
+        assert self.host is not None
+        return bitmap.mark(self.host[0], self.rows, ids.cpu().numpy().reshape(-1)) < 0
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Set the bits of the rows that `gradient`, ``(rows, dim)``, may change.

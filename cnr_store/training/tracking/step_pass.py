@@ -213,63 +213,34 @@ class StepPass:
             if table not in left:
                 gradients.append(gradient)
                 tables.append(table)
-        if gradients and not self._flag_alike(tables, gradients, left):
-            self._flag_each(tables, gradients, left)
+        if set(map(type, gradients)) - {torch.Tensor} or not all(map(_is_cpu, gradients)):
+            left.update(tables)
+            return
+        layouts = list(map(_layout_of, gradients))
+        for layout in set(layouts):
+            alike = [each == layout for each in layouts]
+            mark = self._flag_dense if layout == torch.strided else self._flag_sparse
+            mark(list(compress(tables, alike)), list(compress(gradients, alike)), left)
 
-    def _flag_alike(self, tables: Sequence[int], gradients: Sequence[Any], left: set[int]) -> bool:
-        """`_flag_each` where all are of one kind, without code for each; False, and nothing is done, elsewhere."""
-        if set(map(type, gradients)) != {torch.Tensor} or not all(map(_is_cpu, gradients)):
-            return False
-        layouts = set(map(_layout_of, gradients))
-        if layouts == {torch.strided}:
-            addresses = np.fromiter(map(_pointer_of, gradients), np.int64, len(gradients))
-            is_plain = not (addresses % _WORD_BYTES).any() and all(map(_is_contiguous, gradients))
-            if not is_plain or list(map(_nbytes_of, gradients)) != [self._nbytes[table] for table in tables]:
-                return False
-            self._mark_dense(tables, addresses)
-            return True
-        if layouts != {torch.sparse_coo} or set(map(_sparse_dims_of, gradients)) != {1}:
-            return False
-        ids = list(map(_indices_of, gradients))  # kept while their addresses are in use
-        counts = np.fromiter(map(_size_of, ids), np.int64, len(ids))
-        if not counts.all() or not all(map(_is_contiguous, ids)):
-            return False
-        self._mark_sparse(tables, np.fromiter(map(_pointer_of, ids), np.int64, len(ids)), counts, left)
-        return True
-
-    def _flag_each(self, tables: Sequence[int], gradients: Sequence[Any], left: set[int]) -> None:
-        # Flat, because thousands of tuples would wake the garbage collector at each step.
-        dense: list[int] = []
-        sparse: list[int] = []
-        kept = []  # while its address is in use
-        for table, gradient in zip(tables, gradients, strict=True):
-            if type(gradient) is torch.Tensor and gradient.is_cpu:
-                if gradient.layout is torch.strided:
-                    address, is_whole = gradient.data_ptr(), gradient.nbytes == self._nbytes[table]
-                    if is_whole and gradient.is_contiguous() and not address % _WORD_BYTES:
-                        dense += table, address
-                        continue
-                elif gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1 and gradient._nnz():
-                    ids = gradient._indices()
-                    if ids.is_contiguous():
-                        kept.append(ids)
-                        sparse += table, ids.data_ptr(), ids.numel()
-                        continue
-            left.add(table)
-        if dense:
-            self._mark_dense(*np.array(dense, np.int64).reshape(-1, 2).T.copy())
-        if sparse:
-            places, addresses, counts = np.array(sparse, np.int64).reshape(-1, 3).T.copy()
-            self._mark_sparse(places, addresses, counts, left)
-
-    def _mark_dense(self, tables: Any, addresses: Any) -> None:
+    def _flag_dense(self, tables: list[int], gradients: list[Any], left: set[int]) -> None:
+        addresses = np.fromiter(map(_pointer_of, gradients), np.int64, len(gradients))
+        is_plain = not (addresses % _WORD_BYTES).any() and all(map(_is_contiguous, gradients))
+        if not is_plain or list(map(_nbytes_of, gradients)) != [self._nbytes[table] for table in tables]:
+            left.update(tables)
+            return
         bitmap.mark_nonzero_of_tables(
             self._bitmaps[tables], self._rows[tables], addresses, self._row_words[tables]
         )
 
-    def _mark_sparse(self, tables: Any, addresses: Any, counts: Any, left: set[int]) -> None:
-        if bitmap.mark_ids_of_tables(self._bitmaps[tables], self._rows[tables], addresses, counts):
-            left.update(np.asarray(tables)[counts < 0].tolist())
+    def _flag_sparse(self, tables: list[int], gradients: list[Any], left: set[int]) -> None:
+        is_plain = gradients[0].layout == torch.sparse_coo and set(map(_sparse_dims_of, gradients)) == {1}
+        ids = list(map(_indices_of, gradients)) if is_plain else []  # kept while their addresses are in use
+        if not ids or not all(map(_is_contiguous, ids)):
+            left.update(tables)
+            return
+        addresses, counts = (np.fromiter(map(of, ids), np.int64, len(ids)) for of in (_pointer_of, _size_of))
+        bitmap.mark_ids_of_tables(self._bitmaps[tables], self._rows[tables], addresses, counts)
+        left.update(np.array(tables)[counts <= 0].tolist())  # with no ids, or with some out of range
 
     @property
     def _all(self) -> Stepped:
