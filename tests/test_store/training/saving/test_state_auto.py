@@ -218,7 +218,7 @@ def test_cold_rows_have_no_moments_and_deltas_are_small(tmp_path: Path) -> None:
             tmp_path / state_bits, job.model, job.optimizer, **options
         ) as checkpointer:
             for step in range(3):
-                job.train(random, 40)
+                job.train(random, 25)
                 info = checkpointer.save(step).result()
         (entry,) = (
             each
