@@ -130,6 +130,11 @@ class Placement:
         start = crc32(self.name.rpartition("/")[0].encode())
         return replace(self, bands=tuple(part for band in self.bands for part in _by_writer(band, start)))
 
+    @cached_property
+    def is_cut(self) -> bool:
+        """Whether rows are held in parts of their columns."""
+        return not self.is_full(0, self.shape[0])
+
     def is_full(self, first_row: int, rows: int) -> bool:
         """Whether whoever holds any of these rows holds all their columns."""
         return all(band.is_full_width for band in self.overlapping(first_row, first_row + rows))

@@ -33,7 +33,8 @@ class ExplainedTable:
     bits
         Width of its quantized rows; 32 is lossless. None where a codec of another kind has no width.
     changed
-        Rows that a delta now would hold.
+        Rows that a delta now would hold. Of many ranks, those that this one has, and of a compared table those that it
+        writes.
     compared
         Whether saves compare all rows with what is stored, because hooks can't tell which of them changed.
     bytes, whole_bytes

@@ -182,9 +182,9 @@ class Tally:
         return slice(own[0].first_row - first, own[-1].end_row - first) if own else slice(0, 0)
 
     def is_cut(self, array: _Array) -> bool:
-        """Whether several ranks hold columns of some row of an array: such arrays are not compared."""
+        """Whether rows of an array are held in parts of their columns: such arrays are not compared."""
         placement = self.placements.get(array.path)
-        return placement is not None and not placement.is_full(0, placement.shape[0])
+        return placement is not None and placement.is_cut
 
     def why_whole(
         self, arrays: Sequence[RowArray], lineage: Lineage, unsafe: Mapping[str, str]
@@ -198,7 +198,7 @@ class Tally:
         for array in arrays:
             name = array.table.name
             if name in unsafe and self.is_cut(array):
-                found[name] = f"{unsafe[name]}; rows whose columns several ranks hold are not compared"
+                found[name] = f"{unsafe[name]}; rows held in parts of their columns are not compared"
             elif lineage.version is not None and not continues(array, lineage.lines.get(array.path)):
                 found.setdefault(name, "no version before it can be continued")
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,12 @@ def live(
         cut_small()
     random, job, fails, versions = np.random.default_rng(seed), Job(MAKERS[optimizer]), [-1], list[str]()
 
+    may_commit = threading.Event()
+    may_commit.set()
+
     def fault(operation: str, key: str, _: int) -> Any:
+        if rank == 0 and operation == "create" and key.startswith("versions/"):
+            may_commit.wait()
         return "before" if fails[0] == rank and operation == "put" and key.startswith("versions/") else None
 
     backend = FaultyBackend(open_backend(url), fault)
@@ -58,13 +64,16 @@ def live(
                 job.train(random)
             elif kind == "fold" and versions and rank == 0:
                 cnr_store.compact(url)
+            if kind == "skip":
+                may_commit.clear()
             pending = checkpointer.save(number)
             held: dict[str, Any] = {
                 path.replace("/", " "): tensor.numpy().copy() for path, tensor in job.arrays().items()
             }
             if kind == "skip":
                 job.train(random)
-                checkpointer.save(number, overlap="wait").result()
+                assert checkpointer.save(number, overlap="skip").skipped
+                may_commit.set()
             versions.append(pending.result().id)
             if rank == 0:
                 np.savez(folder / f"{versions[-1]}.npz", **held)

@@ -159,7 +159,7 @@ def test_a_rank_may_have_no_columns_of_a_table(tmp_path: Path, kind: str) -> Non
     first, *others = values(run_ranks(3, train_few_columns, tmp_path, kind))
     assert others == [first] * 2
     assert not first[1]
-    is_whole = "rows whose columns several ranks hold are not compared" in first[2]
+    is_whole = "rows held in parts of their columns are not compared" in first[2]
     assert is_whole == (kind == "adam"), first[2]
 
 
