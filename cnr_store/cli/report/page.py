@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from importlib import metadata as packages
@@ -24,7 +24,7 @@ from cnr_store.cli.facts import UNREAD, Facts, health, metadata_text, names_text
 from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options
 from cnr_store.cli.output import counted, json_text, print_json, print_line, say, size_text, time_text
-from cnr_store.cli.report.figures import Figures, highest, read_figures, spans
+from cnr_store.cli.report.figures import Figures, TableFigures, highest, read_figures, spans
 from cnr_store.reading.atomic_output import new_file
 
 MAX_VERSIONS, MAX_DECISIONS, MAX_STRIPS, MAX_ERRORS = 100, 50, 24, 20
@@ -74,30 +74,19 @@ def page(figures: Figures) -> bytes:
 
 
 def _document(figures: Figures) -> dict[str, Any]:
-    """What the page shows, bounded: of each long list its end, newest first, beside how long it is."""
+    """What the page shows, bounded: of each long list so many, newest first, beside how long it is."""
     known = figures.known
-    last = {**known[-1], "time": time_text(known[-1]["time"]), "metadata": None} if known else None
-    wrong = _wrong(figures)
-    tables = [
-        {
-            **asdict(table),
-            "name": _short(table.name),
-            "codec": _short(table.codec),
-            "newest": table.shares[-1],
-        }
-        | {"shares": [highest(table.shares, span) for span in spans(len(known), STRIP_COLUMNS)]}
-        for table in figures.tables[:MAX_STRIPS]
-    ]
-    decisions = [
-        {name: _short(text) if isinstance(text, str) else text for name, text in asdict(each).items()}
-        for each in figures.decisions[-MAX_DECISIONS:][::-1]
+    last = _version(known[-1]) | {"time": time_text(known[-1]["time"])} if known else None
+    wrong = figures.errors + [
+        f"step {facts['step']} ({facts['id']}) {health(facts)}"
+        + (f": its base {facts['lost_base']} is lost" if facts["lost_base"] else "")
+        for facts in known
+        if health(facts) != UNREAD
     ]
     return {
         "url": figures.url,
         "made": f"cnr report, cnr-store {packages.version('cnr-store')}, {time_text(time.time())}",
-        "written_bytes": figures.written_bytes,
-        "full_bytes": figures.full_bytes,
-        "restorable": figures.restorable,
+        **{name: getattr(figures, name) for name in ("written_bytes", "full_bytes", "restorable")},
         "newest": last,
         "stall": figures.typical("stalled_seconds"),
         "longest_stall": max((facts["stalled_seconds"] or 0 for facts in known), default=0),
@@ -105,27 +94,18 @@ def _document(figures: Figures) -> dict[str, Any]:
         "known": len(known),
         "columns": _columns(known),
         "strip_columns": _steps(known, STRIP_COLUMNS),
-        "tables": {"shown": tables, "count": figures.table_count},
-        "decisions": {"shown": decisions, "count": len(figures.decisions)},
-        "versions": {
-            "shown": [_version(facts) for facts in figures.versions[-MAX_VERSIONS:][::-1]],
-            "count": len(figures.versions),
-        },
+        "tables": {"shown": list(map(_table, figures.tables[:MAX_STRIPS])), "count": figures.table_count},
+        "decisions": _newest(figures.decisions, MAX_DECISIONS, asdict),
+        "versions": _newest(figures.versions, MAX_VERSIONS, _version),
     }
+
+
+def _newest(items: Sequence[Any], most: int, document: Callable[[Any], Any]) -> dict[str, Any]:
+    return {"shown": [document(each) for each in items[-most:][::-1]], "count": len(items)}
 
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-def _wrong(figures: Figures) -> list[str]:
-    """What is damaged, lost or being removed."""
-    return figures.errors + [
-        f"step {facts['step']} ({facts['id']}) {health(facts)}"
-        + (f": its base {facts['lost_base']} is lost" if facts["lost_base"] else "")
-        for facts in figures.known
-        if health(facts) != UNREAD
-    ]
 
 
 def _steps(known: Sequence[Facts], most: int) -> dict[str, list[Any]]:
@@ -137,17 +117,22 @@ def _steps(known: Sequence[Facts], most: int) -> dict[str, list[Any]]:
 def _columns(known: Sequence[Facts]) -> dict[str, list[Any]]:
     """Of each column the highest figures, and the bytes of all versions to its end."""
     columns, found = list(spans(len(known), MAX_COLUMNS)), _steps(known, MAX_COLUMNS)
-    for name in ("bytes", "restore_bytes", "stalled_seconds", "saved_seconds", "chain"):
-        found[name] = [highest([facts[name] for facts in known], span) for span in columns]
-    for name in ("bytes", "full_bytes"):
-        sums = list(accumulate(facts[name] for facts in known))
-        found[f"all_{name}"] = [sums[span[-1]] for span in columns]
+    for name in ("bytes", "full_bytes", "restore_bytes", "stalled_seconds", "saved_seconds", "chain"):
+        values = [facts[name] for facts in known]
+        found[name] = [highest(values, span) for span in columns]
+        if name.startswith(("bytes", "full")):
+            sums = list(accumulate(values))
+            found[f"all_{name}"] = [sums[span[-1]] for span in columns]
     largest = (max(span, key=lambda at: known[at]["bytes"]) for span in columns)
     return found | {"baseline": [known[at]["kind"] == "baseline" for at in largest]}
 
 
+def _table(table: TableFigures) -> dict[str, Any]:
+    shares = [highest(table.shares, span) for span in spans(len(table.shares), STRIP_COLUMNS)]
+    words = {"name": _short(table.name), "codec": _short(table.codec)}
+    return asdict(table) | words | {"shares": shares, "newest": table.shares[-1]}
+
+
 def _version(facts: Facts) -> dict[str, Any]:
-    names = ("id", "step", "kind", "rows", "table_rows", "bytes", "full_bytes", "chain")
-    shown = {name: facts[name] for name in (*names, "stalled_seconds", "saved_seconds")}
     texts = {"metadata": _short(metadata_text(facts["metadata"])), "tags": _short(names_text(facts))}
-    return shown | texts | {"health": health(facts), "sound": health(facts) == UNREAD}
+    return {**facts, **texts, "pin_reasons": None, "health": health(facts), "sound": health(facts) == UNREAD}
