@@ -5,8 +5,8 @@ and 1,000 small tables. Seconds are of the processor, and the two take turns in 
 machine counts little; `adds` compares their medians.
 
 A step varies by more than tracking adds to it, so its parts are timed alone, too: `lookup` is what a call of
-a table takes longer with hooks than without, `step` what the hooks around an optimizer's step take, in microseconds a
-table. `share` is both, of a step without tracking.
+a table takes longer when it is tracked (it has no hooks), `step` what the hooks around an optimizer's step take, in
+microseconds a table. `share` is both, of a step without tracking.
 
 A thousand tables with Adagrad, of dense gradients and of sparse ones, are measured by minimums: of a step with and
 without tracking, and of the first step after a save. After a step its dense gradients are read, but for rows that are
