@@ -83,7 +83,7 @@ def _budget(where: str, lines: Sequence[Line]) -> Iterator[Target]:
     for number, each in enumerate(lines[0]["lines"]):
         found = [line["lines"][number]["lost_percent"] for line in lines]
         mean, spread = float(np.mean(found)), float(np.std(found)) / math.sqrt(max(len(found) - 1, 1))
-        half = _STUDENT_90.get(len(found), math.inf) * spread
+        half = _STUDENT_90[len(found)] * spread if len(found) in _STUDENT_90 else math.inf
         low, high = mean - half, mean + half
         said = f"{where}; {len(found)} seeds, mean {mean:.4f}, with 90 % {low:.4f} to {high:.4f}"
         name = f"relative: log loss lost in %, {each['setting']}, {each['restores']} restores"

@@ -163,7 +163,8 @@ def sampled_scale(array: RowArray, step: float) -> float:
     array.copy_rows(ids, values)
     values = values[values.any(axis=1)].astype(np.float32)
     spread = np.random.default_rng(0).uniform(-step / 2, step / 2, values.shape)
-    return median_scale(scale_counts(values + spread))
+    with np.errstate(over="ignore"):  # what becomes infinite is not counted
+        return median_scale(scale_counts(values + spread))
 
 
 @dataclass

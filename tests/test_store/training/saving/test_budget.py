@@ -215,6 +215,25 @@ def test_tables_of_16_bits_are_within_half_a_step(tmp_path: Path, dtype: torch.d
         assert (np.abs(values - saved[name]) <= codec.get("step", 0.0) / 2 + rounding).all()
 
 
+def test_rows_out_of_the_ordinary_change_no_scale(tmp_path: Path) -> None:
+    """Rows that are stored as they are, and those of zeros, are not what a restore is counted by."""
+    model = Model()
+    with torch.no_grad():
+        for row, value in enumerate((1e30, math.nan, math.inf, -torch.finfo(torch.float32).max)):
+            model.table.weight[row] = value
+        model.table.weight[4:50] = 0
+        model.column.weight.zero_()
+    saved = model.table.weight.detach().clone()
+    with Checkpointer(tmp_path, model, budget=BUDGET) as checkpointer:
+        found = record(tmp_path, checkpointer.save(0).result().id)
+        checkpointer.load()
+        assert record(tmp_path, checkpointer.save(1).result().id).spent == pytest.approx(0.001)
+    restored = model.table.weight.detach()
+    torch.testing.assert_close(restored[:50], saved[:50], rtol=0, atol=0, equal_nan=True)
+    codec = found.arrays["tables/table/weight"].codec or {}
+    assert (restored[50:] - saved[50:]).abs().max() <= codec["step"] / 2 * 1.0001
+
+
 @pytest.mark.parametrize(("budget", "grid"), [(0.01, True), (0.006, True), (0.005, False)])
 def test_state_takes_at_most_a_tenth(tmp_path: Path, budget: float, grid: bool) -> None:
     model = Model()
