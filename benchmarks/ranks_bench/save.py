@@ -87,6 +87,8 @@ def save(group: Group, backend: CountedBackend, model: Model, rows: RowsMaker) -
             "lineage": "",
             "replicas": None,
             "restores": 0,
+            "spent": 0.0,
+            "moments": {},
         }
 
     _, agreed = together(counted, "save of step 1", lambda: True, say, lambda: 0, partial(merge_said, "save"))

@@ -107,9 +107,7 @@ class Job:
         self.model.zero_grad()
 
     def look(self, ids: Ids) -> None:
-        """Look rows up; the step comes later."""
-        for table, rows in ids.items():
-            self.expected.flag(table, rows)
+        """Look rows up; the step comes later, and flags them."""
         self._kept.append(self.model(ids))
 
     def edit(self, table: str, rows: Sequence[int]) -> None:

@@ -178,10 +178,7 @@ def test_memory_laid_out_otherwise_is_no_shared_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(
-            ({"bits": bits}, "bits .*: use 2, 3, 4, 8, 32")
-            for bits in (0, 1, 5, 16, "8", None, 4.0, True, [4])
-        ),
+        *(({"bits": bits}, "bits .*: use 2, 3, 4, 8, 32") for bits in (0, 1, 5, 16, "8", 4.0, True, [4])),
         ({"bits": {"*": 7}}, "bits 7: use 2, 3, 4, 8, 32"),
         *(({"policy": policy}, "is not one of full, one-shot") for policy in ("", "Full", None, 3)),
         ({"codec": "nope"}, "unknown codec 'nope'; use one of"),
