@@ -161,10 +161,10 @@ def sampled_scale(array: RowArray, step: float) -> float:
     ids = np.linspace(0, rows - 1, min(rows, _SAMPLED_ROWS)).astype(np.int64)
     values = np.empty((len(ids), array.local_columns), array_dtype(array.dtype))
     array.copy_rows(ids, values)
-    spread = np.random.default_rng(0).uniform(-step / 2, step / 2, values.shape)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is not counted
-        moved = values.any(axis=1)
-        return median_scale(scale_counts(values[moved].astype(np.float32) + spread[moved]))
+        values = values[values.any(axis=1)].astype(np.float32)
+        spread = np.random.default_rng(0).uniform(-step / 2, step / 2, values.shape)
+        return median_scale(scale_counts(values + spread))
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from cnr_codecs import (
     CodecError,
@@ -47,14 +47,38 @@ from cnr_store.policies.widths import (
 )
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 from cnr_store.training.tracking.bitmap import compile_kernels
-
-if TYPE_CHECKING:  # which needs torch, and importing files does not
-    from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.writing.row_codes import relative_codec
 
 log = logging.getLogger("cnr_store")
 
 CodecOption = str | Mapping[str, Any] | RowCodec | None
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class _Array(Protocol):
+    """A `RowArray`, without torch, which importing files does not need."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def is_weight(self) -> bool: ...
+
+    @property
+    def element(self) -> str: ...
+
+    @property
+    def table(self) -> _Named: ...
+
+    @property
+    def slot(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 def takes_changing_rows(codec: RowCodec) -> bool:
@@ -215,7 +239,7 @@ class CodecChoice:
         width = choose_bits(self._bits, table, table_bytes, self._auto)
         return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
 
-    def droppable(self, arrays: Sequence[RowArray]) -> set[str]:
+    def droppable(self, arrays: Sequence[_Array]) -> set[str]:
         """Paths of the optimizer state that is stored by what its optimizer does with it: see `Moments`."""
         state = (each for each in arrays if not each.is_weight and each.element in QUANTIZABLE)
         return {

@@ -111,17 +111,22 @@ class Weather:
 
     def __init__(self) -> None:
         self._spoil: Callable[[str, str], Fault] | None = None
+        self._is_saving = False
         self._open = threading.Event()
         self._open.set()
         self._lock = threading.Lock()
 
     def change(self, spoil: Callable[[str, str], Fault] | None, hold: bool = False) -> None:
         """From here on operations, by name and key, are spoiled like this; held ones wait for `release`."""
-        self._spoil = spoil
+        self._spoil, self._is_saving = spoil, spoil is not None
         if hold:
             self._open.clear()
         else:
             self._open.set()
+
+    def returned(self) -> None:
+        """`save` has returned."""
+        self._is_saving = False
 
     def release(self) -> None:
         self._open.set()
@@ -139,7 +144,7 @@ class Weather:
             was_struck = getattr(self._spoil, "struck", True)
             fault = self._spoil(operation, key)
             if isinstance(self._spoil, Spoil) and self._spoil.struck and not was_struck:
-                self._spoil.while_saving = not self._open.is_set()
+                self._spoil.while_saving = self._is_saving or not self._open.is_set()
             return fault
 
 

@@ -139,6 +139,7 @@ class Job:
         self.weather.change(spoil, hold=stages_all)
         try:
             pending = self.checkpointer.save(self.step, full=full, metadata={"step": self.step})
+            self.weather.returned()
             if stages_all:
                 assert not pending.done()
                 self.check_listed()
