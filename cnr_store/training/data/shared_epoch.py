@@ -9,8 +9,6 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from cnr_store.errors import OptionError
 
-_NUMBERS = ("samples", "batch_size", "ranks")
-
 
 def sharding_of(batches: Any) -> dict[str, Any] | None:
     """How a sampler of batches deals an epoch out to ranks; None if that is not known.
@@ -31,11 +29,11 @@ def sharding_of(batches: Any) -> dict[str, Any] | None:
     }
 
 
-def position_of(states: Sequence[Any], fields: frozenset[str]) -> tuple[int, int]:
-    """The epoch and the batch that the readers of all ranks stand at."""
-    for rank, state in enumerate(states):
-        if not isinstance(state, Mapping) or not state.keys() >= fields:
-            _refuse(f"that of rank {rank} is no state of a TrackedReader")
+def divide(states: Sequence[Mapping[str, Any]], now: Mapping[str, Any], world: int) -> tuple[int, int]:
+    """The epoch, and how many batches each rank has taken of it, when `world` ranks go on from the readers' states.
+
+    `now`: the state of this rank's reader, which has taken nothing yet.
+    """
     positions = {(state["epoch"], state["batch"]) for state in states}
     if len(positions) != 1:
         _refuse(
@@ -44,50 +42,31 @@ def position_of(states: Sequence[Any], fields: frozenset[str]) -> tuple[int, int
     epoch, batch = positions.pop()
     if any(type(number) is not int or number < 0 for number in (epoch, batch)):
         _refuse(f"epoch {epoch!r}, batch {batch!r} is no position")
-    return epoch, batch
-
-
-def divide(
-    states: Sequence[Mapping[str, Any]],
-    batch: int,
-    sharding: Mapping[str, Any] | None,
-    batches: int | None,
-    world: int,
-) -> int:
-    """How many batches each rank has taken of an epoch of which each of other ranks has taken `batch`.
-
-    `sharding`, `batches`: how this rank's loader deals an epoch out, and its batches of an epoch.
-    `world`: how many ranks there are now.
-    """
-    saved = [state["sharding"] for state in states]
-    first = saved[0]
-    if sharding is None or not isinstance(first, Mapping) or any(each != first for each in saved):
+    if not batch:
+        return epoch, 0
+    first, own = states[0]["sharding"], now["sharding"]
+    if own is None or not isinstance(first, Mapping) or any(state["sharding"] != first for state in states):
         _refuse(
             "they stand in the middle of an epoch, and only what a DataLoader with torch's own DistributedSampler has "
             "taken is known to other ranks"
         )
-    if first.keys() != sharding.keys() or any(
-        type(first[name]) is not int or first[name] < 1 for name in _NUMBERS
-    ):
-        _refuse("what they say of the DistributedSampler is malformed")
-    if first["ranks"] != len(states) or sharding["ranks"] != world:
+    if first["ranks"] != len(states) or own["ranks"] != world:
         _refuse(
             f"the saved DistributedSampler had {first['ranks']} replicas on {len(states)} ranks, and this one has "
-            f"{sharding['ranks']} on {world}"
+            f"{own['ranks']} on {world}"
         )
-    differing = [name for name in ("samples", "shuffle", "seed") if first[name] != sharding[name]]
-    if differing:
+    if differing := [name for name in ("samples", "shuffle", "seed") if first[name] != own[name]]:
         _refuse(f"this DistributedSampler has another {' and '.join(differing)}")
+    batches = now["loader"].get("batches")
     if batches is not None and batch == states[0]["loader"].get("batches"):
-        return batches
-    taken: int = batch * first["batch_size"] * len(states)
-    together: int = sharding["batch_size"] * world
-    if taken % together:
+        return epoch, batches
+    taken, together = batch * first["batch_size"] * len(states), own["batch_size"] * world
+    if type(taken) is not int or taken < 1 or taken % together:
         _refuse(
-            f"{taken} samples of the epoch were trained, which are not whole batches for {world} ranks that take "
+            f"{taken!r} samples of the epoch were trained, which are not whole batches for {world} ranks that take "
             f"{together} at once"
         )
-    return taken // together
+    return epoch, taken // together
 
 
 def _refuse(why: str) -> NoReturn:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from cnr_store.errors import OptionError
 from cnr_store.policies.checks import integer
 from cnr_store.training.data.generators import (
-    Generator,
     check_generator_states,
-    check_generators,
     find_generators,
     generator_states,
     is_same_state,
     set_generators,
 )
-from cnr_store.training.data.loader_replay import open_source
-from cnr_store.training.data.shared_epoch import divide, position_of
+from cnr_store.training.data.loader_replay import Replay, check_loader
+from cnr_store.training.data.shared_epoch import divide
 from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
 log = logging.getLogger("cnr_store")
@@ -59,8 +56,9 @@ class TrackedReader(Generic[T]):
     def __init__(
         self, loader: Iterable[T], *, replay: bool = False, generators: Mapping[str, Any] | None = None
     ) -> None:
-        self._own = find_generators(loader, check_generators(generators or {}))
-        self._source = open_source(loader, replay, partial(_flat_states, self._own))
+        check_loader(loader)
+        self._own = find_generators(loader, generators or {})
+        self._source = Replay(loader, replay, self._states)
         self._epoch = 0
         self._taken = 0
         self._start: Mapping[str, Any] | None = None  # random numbers that this epoch began with
@@ -144,16 +142,13 @@ class TrackedReader(Generic[T]):
         What else draws from them may be training. Samplers that draw when an epoch begins, as torch's do, are none the
         worse for it. One that draws for each sample does not repeat what it drew in the interrupted run.
 
-        Parameters
-        ----------
-        current
-            The states of the global generators, which are not yet put back.
+        `current`: the states of the global generators, which are not yet put back.
         """
-        found = _flat_states(self._own)
-        if self._present is not None and self._source.draws_again:
+        found = self._states()
+        if self._present is not None and self._source.is_loader:
             set_generators(self._own, self._present)
         self._present = None
-        expected = _flat_states(self._own, current)
+        expected = {**self._states(), **_named("global", current)}
         if any(not is_same_state(expected[name], found[name]) for name in self._source.draws_late):
             log.warning(
                 "the loader draws random numbers for each batch, from generators that something else draws from as "
@@ -161,6 +156,10 @@ class TrackedReader(Generic[T]):
                 "a generator of its own",
                 self._epoch,
             )
+
+    def _states(self) -> dict[str, Any]:
+        """The states of all generators that the loader may draw from."""
+        return {**_named("global", _global_state()), **_named("own", generator_states(self._own))}
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the random numbers that the epoch began with; plain values that a save can store."""
@@ -198,30 +197,26 @@ class TrackedReader(Generic[T]):
             return self._split(states, rank, world)
         except OptionError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise OptionError(f"not states of readers, one for each rank: {error!r}") from error
 
     def _split(self, states: Sequence[Any], rank: int, world: int) -> dict[str, Any]:
-        epoch, batch = position_of(states, _FIELDS)
-        if batch:
-            batches = self._source.kind().get("batches")
-            batch = divide(states, batch, self._source.sharding(), batches, world)
-        own = states[rank] if rank < len(states) else None
-        generators = [_begun_with(state) for state in states]
-        if own is not None:
-            chosen = generators[rank]
+        now = self.state_dict() | {"start": None, "present": None}
+        for each, state in enumerate(states):
+            if not isinstance(state, Mapping) or not state.keys() >= _FIELDS:
+                raise OptionError(f"that of rank {each} is no state of a TrackedReader")
+        now["epoch"], now["batch"] = divide(states, now, world)
+        generators = [state["start"]["own"] if state["start"] else state["generators"] for state in states]
+        if rank < len(states):
+            now |= {"generators": generators[rank], "reused": states[rank]["reused"]}
         elif all(is_same_state(each, generators[0]) for each in generators):
-            chosen = generators[0]  # which ranks may share, to shuffle alike
+            now["generators"] = generators[0]  # which ranks may share, to shuffle alike
         else:
-            chosen = generator_states(self._own)
-        state = self.state_dict() | {"epoch": epoch, "batch": batch, "start": None, "generators": chosen}
-        state["present"] = None
-        if own is not None:
-            state["reused"] = own["reused"]
-        if batch:
-            begun = own["start"] if own is not None else {"global": _global_state()}
-            state |= {"start": {"global": begun["global"], "own": chosen}, "generators": None}
-        return state
+            now["generators"] = generator_states(self._own)
+        if now["batch"]:
+            begun = states[rank]["start"]["global"] if rank < len(states) else _global_state()
+            now |= {"start": {"global": begun, "own": now["generators"]}, "generators": None}
+        return now
 
     def load_state_dict(self, state: Any) -> None:
         """Continue at the position where `state` was taken.
@@ -251,22 +246,18 @@ class TrackedReader(Generic[T]):
             raise ValueError(
                 f"it is of type {type(state).__name__}, or has other fields than {', '.join(sorted(_FIELDS))}"
             )
-        for field in ("epoch", "batch"):
-            if type(state[field]) is not int or state[field] < 0:
-                raise ValueError(f"its {field} is no count")
-        self._source.check(state)
+        if any(type(state[field]) is not int or state[field] < 0 for field in ("epoch", "batch")):
+            raise ValueError("its epoch or its batch is no count")
+        if state["loader"] != (kind := self._source.kind()):
+            raise ValueError(f"its loader is {state['loader']!r:.300}, this one {kind!r}")
         if type(state["reused"]) is not bool:
             raise ValueError("it does not say whether workers were reused")
         start = state["start"]
-        if start is None:
-            if state["batch"]:
-                raise ValueError(
-                    "its position is inside an epoch, without the random numbers that the epoch began with"
-                )
+        if start is None and not state["batch"]:
             check_generator_states(self._own, state["generators"])
             return
         if not isinstance(start, Mapping):
-            raise ValueError("the random numbers that its epoch began with are malformed")
+            raise ValueError("the random numbers that its epoch began with are missing or malformed")
         check_rng_state(start["global"])
         check_generator_states(self._own, start["own"])
         if state["present"] is not None:
@@ -297,15 +288,8 @@ class Interval(Iterator[T]):
         raise StopIteration
 
 
-def _begun_with(state: Mapping[str, Any]) -> Any:
-    """The states of a loader's own generators at the beginning of the epoch that a reader's state is in."""
-    return state["generators"] if state["start"] is None else state["start"]["own"]
-
-
-def _flat_states(own: Mapping[str, Generator], current: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The state of each generator that a loader may draw from; `current` in place of those of the global ones."""
-    named = {"global": current or _global_state(), "own": generator_states(own)}
-    return {f"{kind} {name}": state for kind, states in named.items() for name, state in states.items()}
+def _named(kind: str, states: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{kind} {name}": state for name, state in states.items()}
 
 
 def _global_state() -> dict[str, Any]:

@@ -161,8 +161,8 @@ def test_states_of_numpys_generators_are_proven(bits: Callable[[int], Any]) -> N
         with pytest.raises(OptionError, match="numpy generator"):
             reader.load_state_dict(deep(state, ("generators", "it", key), wrong))
     if "pos" in good["state"]:
-        with pytest.raises(OptionError, match="pos of a numpy generator is out of range"):
+        with pytest.raises(OptionError, match=r"numpy generator.*its pos is out of range"):
             reader.load_state_dict(deep(state, ("generators", "it", "state", "pos"), 10**6))
     if "buffer_pos" in good:
-        with pytest.raises(OptionError, match="buffer_pos of a numpy generator is out of range"):
+        with pytest.raises(OptionError, match=r"numpy generator.*its buffer_pos is out of range"):
             reader.load_state_dict(deep(state, ("generators", "it", "buffer_pos"), 1000))
