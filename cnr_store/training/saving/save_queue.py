@@ -221,8 +221,8 @@ class SaveQueue:
         if not decision.full:  # a full version holds every row, flagged or not
             warn_unflagged(self.planner.unflagged(snapshot))
             others = [array for array in snapshot.arrays if array.path not in snapshot.compared]
-            self.audit.check(others, snapshot.dirty, self.tracker.make_whole, snapshot.small)
-        self.audit.renew(snapshot.arrays, snapshot.dirty, snapshot.small)
+            self.audit.check(others, snapshot.dirty, self.tracker.make_whole)
+        self.audit.renew(snapshot.arrays, snapshot.dirty)
         return self.planner.plan(decision, snapshot, changed, pending)
 
     def _write(

@@ -1,15 +1,14 @@
 """Checks by samples that rows without a flag did not change, because hooks can't see every way of changing them.
 
-Each save keeps the bits of some rows. At the next one, those of them that were not flagged since must be the same.
-Rows that change are the most at risk. So a third of the sample are rows of the last one that were flagged since, which
-tend to change in each interval. A third are drawn from all rows that were flagged. The rest are drawn from the whole
-table, for rows that never are.
+Each save keeps some rows. At the next one, those of them that were not flagged since must be the same. Rows that change
+are the most at risk. So a third of the sample are rows of the last one that were flagged since, which tend to change in
+each interval. A third are drawn from all rows that were flagged. The rest are drawn from the whole table, for rows that
+never are. Of many tables some are sampled at each save, by turns.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,10 +21,8 @@ from cnr_store.errors import TrackingError
 from cnr_store.policies.checks import integer
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.model.row_arrays import RowArray
-from cnr_store.training.model.tensors import dtype_named
-from cnr_store.training.tracking.bitmap import Bitmap, RowIds, count, rows_of
-from cnr_store.training.tracking.device_bitmap import as_integers, integers_of
-from cnr_store.training.tracking.small_tables import SmallSamples, SmallTables, are_set, draw_rows
+from cnr_store.training.tracking.bitmap import Bitmap, RowIds, are_set, count, rows_of
+from cnr_store.training.tracking.device_bitmap import as_integers
 
 log = logging.getLogger("cnr_store")
 DEFAULT_BYTES = 1 << 20
@@ -33,6 +30,8 @@ DEFAULT_BYTES = 1 << 20
 forget one changed row in a thousand are caught within 20 saves; of ids with Zipf's distribution a third of a sample
 changes."""
 
+_TABLES = 32
+"""Sampled at one save: Python code for each of a thousand takes longer than their rows."""
 _SHOWN = 5
 _SPARSE = 8  # flagged rows are listed if they are fewer than one in so many, and else hit by chance
 _LIKELY = (
@@ -74,7 +73,7 @@ class Audit:
         self._limit_bytes = limit_bytes
         self._random = np.random.default_rng(seed)
         self._samples: dict[str, _Sample] = {}
-        self._small: SmallSamples | None = None
+        self._turn = 0  # the place of the table that is sampled first
 
     @classmethod
     def from_option(cls, audit: bool | int | str) -> Self:
@@ -85,27 +84,24 @@ class Audit:
 
     def forget(self) -> None:
         """Compare nothing until the next `renew`."""
-        self._samples, self._small = {}, None
+        self._samples = {}
 
     def check(
         self,
         arrays: Sequence[RowArray],
         flagged: Mapping[str, Bitmap],
         make_whole: Callable[[str, str], object],
-        small: SmallTables | None = None,
     ) -> None:
         """Compare the sampled rows that are not flagged with those in the model.
 
         `arrays`: from `row_arrays`.
         `flagged`: packed, by table name: the rows that may have changed since the samples were taken.
         `make_whole`: called with the name of each table that fails, and the reason why its next version must be whole.
-        `small`: the small tables among them, if they are known.
         """
         failures = []
-        passed = self._passed(SmallTables.among(arrays) if small is None else small, flagged)
-        for name, table_arrays in _by_table([array for array in arrays if array.table.name not in passed]):
-            sample = self._sample(name)
-            if sample is None or sample.rows != table_arrays[0].table.local_rows:
+        for name, table_arrays in _by_table([one for one in arrays if one.table.name in self._samples]):
+            sample = self._samples[name]
+            if sample.rows != table_arrays[0].table.local_rows:
                 continue
             changed = _changed(sample, table_arrays, np.flatnonzero(~are_set(flagged[name], sample.ids)))
             first_row = table_arrays[0].table.first_row
@@ -122,55 +118,29 @@ class Audit:
                 "and call Checkpointer.touch after it, or save with full=True"
             )
 
-    def _passed(self, small: SmallTables, flagged: Mapping[str, Bitmap]) -> set[str]:
-        """The small tables whose sampled rows have the bits that they had, or a flag."""
-        former = self._small
-        if former is None or former.layout != small.layout or not former.layout:
-            return set()
-        return {*small.names} - former.changed(small, small.joined(flagged))
-
-    def _sample(self, name: str) -> _Sample | None:
-        if self._small is None or name not in self._small.names:
-            return self._samples.get(name)
-        rows, ids, words = self._small.of_table(name)
-        elements = {path: element for path, _, element in self._small.layout}
-        bits = {
-            (path, 0): torch.from_numpy(each).view(integers_of(dtype_named(elements[path])))
-            for path, each in words.items()
-        }
-        return _Sample(rows, ids, bits)
-
-    def renew(
-        self,
-        arrays: Sequence[RowArray],
-        flagged: Mapping[str, Bitmap] | None = None,
-        small: SmallTables | None = None,
-    ) -> None:
+    def renew(self, arrays: Sequence[RowArray], flagged: Mapping[str, Bitmap] | None = None) -> None:
         """Take new samples of the model, which is being saved or was just loaded.
 
         `arrays`: from `row_arrays`.
         `flagged`: the rows that are likely to change again; None if that is not known.
-        `small`: the small tables among them, if they are known.
         """
         if not self._limit_bytes:
             return
-        small = SmallTables.among(arrays) if small is None else small
-        tables = dict(_by_table(arrays))
-        sizes = _sample_sizes(tables, self._limit_bytes)
-        samples, together = {}, {*small.names}
-        for name in [name for name in sizes if name not in together]:
-            rows = tables[name][0].table.local_rows
-            ids = self._draw(name, rows, sizes[name], None if flagged is None else flagged[name])
+        tables, samples = _by_table(arrays), {}
+        if len(tables) > _TABLES:
+            first = self._turn % len(tables)
+            tables, self._turn = (tables + tables)[first : first + _TABLES], first + _TABLES
+        chosen = dict(tables)
+        for name, size in _sample_sizes(chosen, self._limit_bytes).items():
+            rows = chosen[name][0].table.local_rows
+            ids = self._draw(name, rows, size, None if flagged is None else flagged[name])
             bits = {
                 (array.path, part.first_column): _bits(part.tensor, ids)
-                for array in tables[name]
+                for array in chosen[name]
                 for part in array.parts
             }
             samples[name] = _Sample(rows, ids, bits)
-        flags = None if flagged is None else small.joined(flagged)
-        own = np.array([sizes[name] for name in small.names], np.int64)
-        numbers = draw_rows(small, own, flags, self._small, self._random)
-        self._samples, self._small = samples, SmallSamples.of(small, numbers)
+        self._samples = samples
 
     def _draw(self, name: str, rows: int, size: int, flagged: Bitmap | None) -> RowIds:
         """At most `size` of a table's rows, ascending."""
@@ -242,23 +212,11 @@ def _changed(sample: _Sample, arrays: Sequence[RowArray], clean: RowIds) -> dict
 
 
 def _differ(before: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where bits differ, but for what a step does to any row.
-
-    Each step gives NaNs of bfloat16 other bits. The first one after ``torch.set_flush_denormal(True)`` turns subnormal
-    numbers into zero.
-    """
-    differs = before != now
-    if dtype.is_floating_point:
-        differs &= ~(before.view(dtype).isnan() & now.view(dtype).isnan())
-        # The bits of the smallest positive normal number: an exponent of 1 above the fraction.
-        smallest_normal = 1 << round(-math.log2(torch.finfo(dtype).eps))
-        differs &= ~(_magnitude(before) < smallest_normal) | (_magnitude(now) != 0)
-    return differs
-
-
-def _magnitude(bits: torch.Tensor) -> torch.Tensor:
-    """The bits without the sign. As integers, because arithmetic may take subnormal numbers for zero."""
-    return bits & torch.iinfo(bits.dtype).max
+    """Where values differ; not their bits, as each step gives NaNs of bfloat16 others."""
+    if not dtype.is_floating_point:
+        return before != now
+    was, value = before.view(dtype), now.view(dtype)
+    return (was != value) & ~(was.isnan() & value.isnan())
 
 
 def _listed(rows: RowIds, others: str) -> str:

@@ -311,6 +311,11 @@ def _rows_of(words: Words, last: np.uint64, out: RowIds) -> None:
             word ^= lowest
 
 
+def are_set(bitmap: Bitmap, ids: RowIds) -> npt.NDArray[np.bool_]:
+    """Whether rows are set."""
+    return np.asarray((bitmap[ids >> 3] >> (ids & 7)) & 1 != 0)
+
+
 def rows_of(bitmap: Bitmap, rows: int) -> RowIds:
     """The rows below `rows` that are set, ascending, ``(n,)`` int64."""
     if not _State.is_compiled:
