@@ -14,7 +14,7 @@ from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.match import Match, TableFit
-from cnr_store.training.loading.moved_tables import FUSED_SLOT, STEPPED_SLOT, MovedTables, refuse_shards
+from cnr_store.training.loading.moved_tables import MovedTables
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import FUSED, Tree
 from cnr_store.training.model.row_arrays import RowArray
@@ -80,8 +80,6 @@ def fit_fused(
             continue
         kept = {slot: by_path[slot_path(table.name, slot)] for slot in table.sharded.slots}
         paths = {slot: slot_path(table.name, slot) for slot in tree["slots"].get(table.name, ())}
-        if table.name in moved.carried:
-            paths = {FUSED_SLOT: slot_path(table.name, STEPPED_SLOT)}
         if _state_fits(match, table, kept, {slot: arrays[path] for slot, path in paths.items()}):
             fused.targets += [(paths[slot], fit, array.parts) for slot, array in kept.items()]
     return fused
@@ -97,7 +95,13 @@ def _state_fits(
         return True
     names = [f"{table.name}/{slot}" for slot in kept]
     if then.keys() == now.keys() and all(bool(then[slot]) == bool(now[slot]) for slot in now):
-        refuse_shards(match, table, names, max(then.values()), max(now.values()))
+        match.lacks(
+            names,
+            f"table {table.name!r} has column shards that begin at {[*max(now.values())]}, and had some that began at "
+            f"{[*max(then.values())]} in {match.where}. {', '.join(names)} holds one number for each row and column "
+            "shard, and none for other shards follows from them. Shard the table's columns as they were, on any ranks "
+            f"(column_wise may name one twice), or {IGNORE} the rest and leaves this state as it is in the model",
+        )
     else:
         before, after = ({slot: each.shape for slot, each in slots.items()} for slots in (stored, kept))
         match.unexpected += [f"{table.name}/{slot}" for slot in stored if slot not in kept]

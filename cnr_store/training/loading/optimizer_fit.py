@@ -13,7 +13,7 @@ from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import Match, TableFit
-from cnr_store.training.loading.moved_tables import FUSED_SLOT, MovedTables
+from cnr_store.training.loading.moved_tables import MovedTables
 from cnr_store.training.loading.state_tree import settings_of, wrapper_of
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import (
@@ -44,7 +44,6 @@ class OptimizerFit:
     # Names of the parameters whose state is loaded. One without any in `tree` had none.
     loaded: Collection[str]
     settings: bool  # whether the groups' settings are loaded, and state that has no parameter's name
-    moved: Collection[str] = ()  # names of the tables whose state is read from what a fused optimizer kept
     # By table and key, the tensor to fill: the optimizer's own, or a new one
     slots: Slots = field(default_factory=dict)
 
@@ -53,11 +52,7 @@ class OptimizerFit:
         for name, fit in self.fits.items():
             for slot in self.tree["slots"].get(name, ()):
                 key = key_of(slot)
-                if name in self.moved:
-                    target = row_slots(self.optimizer, fit.table.parameter)[key]
-                    target = target.clone() if may_overlap_itself(target) else target
-                else:
-                    target = _target(self.optimizer, fit, key, arrays[slot_path(name, slot)])
+                target = _target(self.optimizer, fit, key, arrays[slot_path(name, slot)])
                 self.slots.setdefault(name, {})[key] = target
             if fit.ids is None and fit.stored_rows != fit.table.rows:
                 self._check_rest(fit)
@@ -81,8 +76,7 @@ class OptimizerFit:
         """Path, table and tensor of all state that is read by rows."""
         for name, slots in self.slots.items():
             for slot in self.tree["slots"][name]:
-                stored = FUSED_SLOT if name in self.moved else slot
-                yield slot_path(name, stored), self.fits[name], slots[key_of(slot)]
+                yield slot_path(name, slot), self.fits[name], slots[key_of(slot)]
 
     def expected_slots(self) -> Slots:
         """By table, the state to which the next save compares the optimizer's.
@@ -151,9 +145,7 @@ def fit_optimizers(
         kind = type(optimizer).__name__
         stored_kind = trees[position]["class"] if position < len(trees) else None
         if stored_kind == kind:
-            fit = _fit_optimizer(match, position, optimizer, trees[position], names, loaded, held)
-            fit.moved = moved.carried & fit.fits.keys()
-            fits.append(fit)
+            fits.append(_fit_optimizer(match, position, optimizer, trees[position], names, loaded, held))
             continue
         match.missing.append(f"state of optimizer {position} ({kind})")
         if stored_kind is not None:

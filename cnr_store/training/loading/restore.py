@@ -122,7 +122,7 @@ class Restore:
         if trained.optimizers or trained.fused_position is not None:
             named = trees if fused is None else [*trees, fused]
             check_slots(named, self._match.rows, record.arrays, self._match.where)
-        moved = move_tables(self._match, trained, trees, fused, self._names, record.arrays)
+        moved = move_tables(self._match, trained, trees, fused, self._names)
         self._fused = fit_fused(self._match, trained, moved, record.arrays)
         self._fits = self._fit_optimizers(moved) if trained.optimizers else []
         if selection.everything:

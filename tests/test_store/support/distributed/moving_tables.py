@@ -31,7 +31,6 @@ with warnings.catch_warnings():
         table_wise,
     )
     from torchrec.distributed.types import ShardingPlan
-    from torchrec.modules.embedding_configs import DataType
     from torchrec.optim.optimizers import in_backward_optimizer_filter
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -46,7 +45,7 @@ DENSE: dict[str, Any] = {
 
 
 class Model(nn.Module):
-    def __init__(self, is_half: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.bags = EmbeddingBagCollection(
             device=torch.device("meta"),
@@ -56,7 +55,6 @@ class Model(nn.Module):
                     embedding_dim=DIM,
                     num_embeddings=ROWS + number,
                     feature_names=[name.lower()],
-                    data_type=DataType.FP16 if is_half else DataType.FP32,
                 )
                 for number, name in enumerate(NAMES)
             ],
@@ -68,11 +66,11 @@ class Model(nn.Module):
         return result
 
 
-def made(optimizer: str, ways: str, is_half: bool = False) -> tuple[Any, list[torch.optim.Optimizer]]:
+def made(optimizer: str, ways: str) -> tuple[Any, list[torch.optim.Optimizer]]:
     """The model with its tables sharded in these ways, and its optimizers."""
     world, kernel = dist.get_world_size(), EmbeddingComputeKernel.FUSED.value
     torch.manual_seed(0)
-    model = Model(is_half)
+    model = Model()
     fused = "EXACT_ADAGRAD" if optimizer == "ADAGRAD_AND_SGD" else optimizer
     sharder = EmbeddingBagCollectionSharder(
         fused_params={"optimizer": EmbOptimType[fused], "learning_rate": 0.1}
@@ -126,12 +124,10 @@ def bits(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str,
     return found
 
 
-def go_on(
-    url: Path, optimizer: str, ways: str, strict: str = "raise", is_half: bool = False
-) -> dict[str, Any]:
+def go_on(url: Path, optimizer: str, ways: str, strict: str = "raise") -> dict[str, Any]:
     """Load what is stored, if anything is, train, and save twice."""
     warnings.simplefilter("ignore")
-    model, optimizers = made(optimizer, ways, is_half)
+    model, optimizers = made(optimizer, ways)
     with cnr_store.Checkpointer(
         url, model, optimizers, policy="consecutive", bits=32, timeout_seconds=30
     ) as checkpointer:
