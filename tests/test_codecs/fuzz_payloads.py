@@ -1,5 +1,6 @@
-"""Decodes spoiled payloads: `python -m tests.test_codecs.fuzz_payloads COUNT SEED` prints what became of them.
+"""Decodes spoiled payloads: `python -m tests.test_codecs.fuzz_payloads COUNT SEED [KIND]` prints what became of them.
 
+With a kind of `kind_of`, all rows of each payload are of that kind before it is spoiled.
 Payloads of `sound_payloads` are spoiled: bytes are flipped, cut or inserted, or a field is changed and what depends on
 its size is made to fit, so that the lie reaches as deep as it can; most heads get the checksum of what they became.
 Frames of zstd are made anew around other bytes, cut, joined, or claim other sizes. The checksums of codes count as
@@ -9,6 +10,7 @@ refused; anything else ends the process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import struct
@@ -25,7 +27,7 @@ import numpy.typing as npt
 from numcodecs import zstd
 
 import cnr_codecs
-from cnr_codecs import CodecError
+from cnr_codecs import CodecError, Scheme
 from cnr_codecs.payload.coded import CodedRows, Grid
 from cnr_codecs.payload.plain import decode_plain
 from tests.test_codecs.sound_payloads import (
@@ -48,6 +50,7 @@ from tests.test_codecs.sound_payloads import (
 
 MOST_DECODED_BYTES = 1 << 22
 MEMORY_BYTES = 256 << 20
+TRIES_FOR_A_KIND = 12
 INTERESTING = (
     0,
     1,
@@ -387,11 +390,22 @@ def memory_bytes(field: str) -> int:
     raise AssertionError(f"the system doesn't tell {field}")
 
 
-def main(count: int, seed: int) -> None:
+def kind_of(segment: Segment) -> str:
+    """How its rows are stored; of a lattice and of relative rows, on which grid if that is not of steps."""
+    if segment.scheme in CODED and segment.bits:
+        return "exact" if segment.bits == EXACT else "floating"
+    return Scheme(segment.scheme).name.lower()
+
+
+def main(count: int, seed: int, kind: str = "") -> None:
     rng = np.random.default_rng(seed)
-    bases = [sound(rng) for _ in range(600)] + [plain(rng) for _ in range(60)]
-    bases += [hostile(rng) for _ in range(300)] + [wide(rng) for _ in range(3)]
+    bases: list[Payload] = []
+    for make, wanted in ((sound, 600), (plain, 60), (hostile, 300), (wide, 3)):
+        made = (make(rng) for _ in range(wanted * (TRIES_FOR_A_KIND if kind else 1)))
+        chosen = (each for each in made if not kind or {*map(kind_of, each.segments)} == {kind})
+        bases += itertools.islice(chosen, wanted)
     # Loads every kernel, whose code needs address space, before memory is limited.
+    assert bases
     assert all(judge(base.encode())[0].startswith("decoded") for base in bases)
     COMPOSED.clear()
     before = memory_bytes("VmHWM")
@@ -400,8 +414,8 @@ def main(count: int, seed: int) -> None:
     schemes: Counter[int] = Counter()
     ways = rng.integers(0, len(WAYS), count)
     forged = patch.object(CodedRows, "prove", lambda *_: None)
-    chosen = rng.integers(0, len(bases), count).tolist()
-    for number, (way, base) in enumerate(zip(ways.tolist(), chosen, strict=True)):
+    numbers = rng.integers(0, len(bases), count).tolist()
+    for number, (way, base) in enumerate(zip(ways.tolist(), numbers, strict=True)):
         data = WAYS[way](rng, bases[base])
         try:
             with forged if number % 2 else nullcontext():
@@ -416,4 +430,4 @@ def main(count: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
