@@ -11,6 +11,7 @@ import pytest
 from benchmarks import summary
 from benchmarks.cold_bench import main as cold
 from benchmarks.gpu_bench import aims
+from benchmarks.relative_bench import budget, targets
 
 
 def test_page_and_summary_hold_what_is_on_record() -> None:
@@ -51,6 +52,29 @@ def test_cold_start_has_its_aims_in_the_ledger(tmp_path: Path) -> None:
     (tmp_path / "cold.json").write_text(json.dumps({"targets": targets}))
     found = [(each.aim, each.at_most, each.met) for each in summary.entries(tmp_path)]
     assert found == [(1.5, True, True), (2, True, False), (4, True, True)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "figure"),
+    [
+        pytest.param([0.004, 0.006], 0.005, id="within the aim"),
+        pytest.param([-0.04, 0.07], 0.0, id="beyond it, but lossless runs are in the interval"),
+        pytest.param([0.019, 0.021], 0.02, id="beyond both"),
+        pytest.param([0.02], 0.02, id="one seed has no interval"),
+    ],
+)
+def test_a_budget_is_kept_within_its_aim_or_the_noise(lost: list[float], figure: float) -> None:
+    def line(seed: int, percent: float) -> dict[str, object]:
+        lines = [
+            {"setting": budget.BUDGET, "restores": 5, "lost_percent": percent},
+            {"setting": budget.LOSSLESS, "restores": 20, "lost_percent": 0.0},
+        ]
+        return {"part": "budget", "where": "here", "seed": seed, "lines": lines}
+
+    [found] = targets.targets([line(*each) for each in enumerate(lost)])
+    assert found.measured == pytest.approx(figure)
+    assert found.met == (figure <= 0.01)
+    assert "lossless, 20 restores: 0.0000" in found.where
 
 
 def test_aims_that_need_a_gpu_are_open_until_they_are_measured(tmp_path: Path) -> None:

@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from benchmarks.codec_bench.machine import describe
-from benchmarks.codec_bench.movielens import DemoDataError, Features, find_data, load_features
+from benchmarks.codec_bench.movielens import DemoDataError, find_data, load_features
 from benchmarks.codec_bench.targets import Target
 from benchmarks.relative_bench.stores import Setting, lattice, volumes
-from benchmarks.relative_bench.trace import DenseName, OptimizerName, Size, Training, new_optimizer
+from benchmarks.relative_bench.trace import DenseMovieLens, DenseName, OptimizerName, Size, Training
 from benchmarks.relative_bench.volumes import Make, times_less
 from benchmarks.volumes_bench.runs import full_sizes
-from benchmarks.volumes_bench.workloads import MovieLens
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROWS, _QUICK_ROWS, _BATCH, _RATING_INTERVALS = 270_000, 9_000, 2_048, 15
@@ -46,17 +44,6 @@ _AIMS: dict[str, tuple[float, float | None]] = {
     "row-wise Adagrad, sparse, 21 % changed": (13.0, None),
     "Adagrad, sparse, 21 % changed": (12.0, None),
 }
-
-
-class _Rated(MovieLens):
-    """The demo's model with dense gradients."""
-
-    def __init__(self, features: Features, seed: int, name: DenseName) -> None:
-        super().__init__(features, _RATING_INTERVALS, seed)
-        for module in self.model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                module.sparse = False
-        self.optimizer = new_optimizer(name, self.model)
 
 
 def main() -> None:
@@ -106,7 +93,7 @@ def _trainings(rows: int, seed: int, quick: bool) -> Iterator[tuple[str, Make]]:
         print(f"MovieLens is left out: {error}")
         return
     for name in _DENSE[:1] if quick else _DENSE:
-        yield f"MovieLens, {name}", partial(_Rated, features, seed, name)
+        yield f"MovieLens, {name}", partial(DenseMovieLens, features, _RATING_INTERVALS, seed, name)
 
 
 def _measured(make: Make) -> list[dict[str, Any]]:

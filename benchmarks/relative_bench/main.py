@@ -15,7 +15,7 @@ import torch
 from benchmarks.codec_bench.machine import describe
 from benchmarks.codec_bench.movielens import DemoDataError, Features, find_data, load_features
 from benchmarks.codec_bench.targets import Target
-from benchmarks.relative_bench import exact, links, losses, volumes
+from benchmarks.relative_bench import budget, exact, links, losses, volumes
 from benchmarks.relative_bench.plot import draw
 from benchmarks.relative_bench.targets import targets
 from benchmarks.relative_bench.trace import OptimizerName, Size, Training
@@ -28,7 +28,7 @@ _OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 _PARTS = ("volumes", "losses", "counted", "movielens", "exact", "budget", "links")
 _QUICK_ROWS, _ROWS, _FULL_ROWS, _COUNTED_ROWS = 9_000, 27_000, 270_000, 27_000
 _SAMPLES_A_ROW = 4 / 27
-_RATING_INTERVALS, _BUDGET_INTERVALS = 15, 21
+_RATING_INTERVALS = 15
 _FEW_LINKS_ROWS, _LINKS_ROWS = 200_000, 1_000_000
 
 
@@ -138,10 +138,10 @@ def _ratings() -> Features | None:
         return None
 
 
-def _budget(seed: int, _: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    if (features := _ratings()) is not None:
-        make = partial(MovieLens, features, _BUDGET_INTERVALS, seed)
-        yield "MovieLens, Adagrad", {"saves": _BUDGET_INTERVALS, "lines": list(losses.budget_lost(make))}
+def _budget(seed: int, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    rows, counts = min(options.rows, _ROWS), budget.RESTORES if options.full else options.restores
+    for name, make in budget.trainings(rows, seed, _ratings()):
+        yield name, {"rows": rows, "lines": list(budget.lost(make, counts))}
 
 
 def _movielens(seed: int, _: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:

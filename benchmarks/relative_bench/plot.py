@@ -37,7 +37,8 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         ylabel="bits a value",
         xscale="log",
     )
-    left.legend(fontsize="small")
+    if found:
+        left.legend(fontsize="small")
     lost = [line for line in lines if line["part"] == "losses"]
     counts = sorted({line["lines"][0]["restores"] for line in lost})
     for setting in _LOSS_SETTINGS if counts else ():

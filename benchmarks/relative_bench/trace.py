@@ -1,8 +1,8 @@
-"""A generated training: a factorization machine learns a planted one, from ids drawn by Zipf's law."""
+"""Generated trainings: a factorization machine, or two towers, learns a planted one, from ids drawn by Zipf's law."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -13,12 +13,18 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from benchmarks.codec_bench.movielens import Features
+from benchmarks.volumes_bench.workloads import MovieLens
+
 OptimizerName = Literal["Adagrad", "Adagrad of half the rate", "row-wise Adagrad", "SGD"]
 DenseName = Literal["Adam", "AdamW", "Adam, weight decay 1e-6", "momentum"]
 DIM = 32
 _FIELD_SHARES = (0.37, 0.22, 0.15, 0.11, 0.075, 0.045, 0.022, 0.008)
+_TOWER_SHARES = (2 / 3, 1 / 3)
 _TRUTH_DIM, _TRUTH_SPREAD, _TRUTH_LINEAR = 6, 0.35, 0.5
-_INITIAL_SPREAD, _EPSILON = 0.02, 1e-10
+_TOWERS_TRUTH_SPREAD = 0.8
+"""Logits of two fields then spread as those of eight do."""
+_EPSILON = 1e-10
 _RATES: dict[OptimizerName, float] = {
     "Adagrad": 0.04,
     "Adagrad of half the rate": 0.02,
@@ -53,6 +59,10 @@ class Size:
         Intervals trained before the first save.
     rate
         How fast is learned; None for the optimizer's.
+    spread
+        Of the table before the first step.
+    towers
+        Whether the score is the product of a row of users and one of items, in place of a factorization machine.
     """
 
     rows: int
@@ -62,20 +72,45 @@ class Size:
     intervals: int = 12
     warm_up: int = 12
     rate: float | None = None
+    spread: float = 0.02
+    towers: bool = False
 
 
 class Machine(nn.Module):
     """A factorization machine. Column 0 of the table is linear, products are of the others."""
 
-    def __init__(self, rows: int, sparse: bool) -> None:
+    def __init__(self, size: Size, sparse: bool) -> None:
         super().__init__()
-        self.table = nn.Embedding(rows, DIM, sparse=sparse)
-        nn.init.normal_(self.table.weight, std=_INITIAL_SPREAD)
+        self.table = nn.Embedding(size.rows, DIM, sparse=sparse)
+        nn.init.normal_(self.table.weight, std=size.spread)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits (batch,) of ids (batch, fields)."""
         logits: torch.Tensor = _interactions(self.table(ids))
         return logits
+
+
+class Towers(nn.Module):
+    """The product of a user's row and an item's. Ids of items follow those of users."""
+
+    def __init__(self, size: Size, sparse: bool) -> None:
+        super().__init__()
+        users, items = _rows_by_field(size)
+        self.users, self.items = (nn.Embedding(rows, DIM, sparse=sparse) for rows in (users, items))
+        for table in self.parameters():
+            nn.init.normal_(table, std=size.spread)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits (batch,) of ids (batch, 2)."""
+        users, items = ids.T
+        logits: torch.Tensor = (self.users(users) * self.items(items - len(self.users.weight))).sum(1)
+        return logits
+
+
+def _rows_by_field(size: Size) -> list[int]:
+    counts = [round(size.rows * share) for share in (_TOWER_SHARES if size.towers else _FIELD_SHARES)]
+    counts[0] += size.rows - sum(counts)
+    return counts
 
 
 def _interactions(rows: Any) -> Any:
@@ -89,10 +124,10 @@ class Truth:
 
     def __init__(self, size: Size, seed: int) -> None:
         random = np.random.default_rng([20261123, seed])
-        counts = [round(size.rows * share) for share in _FIELD_SHARES]
-        counts[0] += size.rows - sum(counts)
-        self._rows = random.normal(0, _TRUTH_SPREAD, (size.rows, 1 + _TRUTH_DIM))
-        self._rows[:, 0] *= _TRUTH_LINEAR / _TRUTH_SPREAD
+        counts = _rows_by_field(size)
+        spread = _TOWERS_TRUTH_SPREAD if size.towers else _TRUTH_SPREAD
+        self._rows = random.normal(0, spread, (size.rows, 1 + _TRUTH_DIM))
+        self._rows[:, 0] *= 0 if size.towers else _TRUTH_LINEAR / _TRUTH_SPREAD
         self._popularity = [
             np.cumsum(np.arange(1, count + 1, dtype=np.float64) ** -size.exponent) for count in counts
         ]
@@ -124,7 +159,7 @@ class Training:
     def __init__(self, size: Size, optimizer: OptimizerName | DenseName, seed: int) -> None:
         torch.manual_seed(seed)
         self.intervals, self._size, self._seed = size.intervals, size, seed
-        self.model: nn.Module = Machine(size.rows, sparse=optimizer not in _DENSE)
+        self.model: nn.Module = (Towers if size.towers else Machine)(size, sparse=optimizer not in _DENSE)
         self.optimizer = new_optimizer(optimizer, self.model, size.rate)
         self._truth, self._interval, self.losses = Truth(size, seed), 0, 0.0
         for _ in range(size.warm_up):
@@ -143,6 +178,14 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.losses += float(loss.detach())
+
+    def state_dict(self) -> dict[str, float]:
+        """Where the training is, beside what its model and its optimizer hold."""
+        return {"interval": self._interval, "losses": self.losses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._interval, self.losses = state["interval"], state["losses"]
 
     def snapshot(self) -> Callable[[], None]:
         """What brings the training back to where it is now."""
@@ -194,3 +237,14 @@ def new_optimizer(name: OptimizerName | DenseName, model: nn.Module, rate: float
             kinds = {"SGD": SGD, "row-wise Adagrad": RowWiseAdagrad}
             return kinds.get(sparse, Adagrad)(model.parameters(), lr=rate or own)
     raise ValueError(name)
+
+
+class DenseMovieLens(MovieLens):
+    """The demo's model with dense gradients."""
+
+    def __init__(self, features: Features, intervals: int, seed: int, name: DenseName) -> None:
+        super().__init__(features, intervals, seed)
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False
+        self.optimizer = new_optimizer(name, self.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +58,15 @@ class MovieLens:
             torch.autograd.backward(loss)
             self.optimizer.step()
             self.losses += float(loss.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training is, beside what its model and its optimizer hold."""
+        return {"reader": self._reader.state_dict(), "losses": self.losses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._reader.load_state_dict(state["reader"])
+        self.losses = state["losses"]
 
 
 class Synthetic:
