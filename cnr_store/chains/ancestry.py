@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.link import Link
-from cnr_store.chains.written_link import open_link
+from cnr_store.chains.link import Link, empty_link, open_link
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.record import Record
 
@@ -46,9 +45,7 @@ class Ancestry:
                 entry = record.arrays[self._path]
                 # Without rows there is nothing to lose, whatever became of the manifest.
                 is_empty = entry.kind == "delta" and entry.rows == 0
-                link = (
-                    Link(record, self._path, {}) if is_empty else open_link(self._catalog, record, self._path)
-                )
+                link = (empty_link if is_empty else open_link)(self._catalog, record, self._path)
             except CorruptionError as error:
                 self.note(error)
         with self._lock:

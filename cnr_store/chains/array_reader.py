@@ -20,8 +20,7 @@ from cnr_codecs import ParentError, Pending, Segment, array_dtype
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.bounded_cache import PayloadCache
-from cnr_store.chains.link import PENDING, CompositionError, Link
-from cnr_store.chains.written_link import open_link
+from cnr_store.chains.link import PENDING, CompositionError, Link, open_link
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import ArrayEntry, Record
@@ -71,21 +70,10 @@ class ArrayReader:
         Returns: (n,) bool: the rows that some delta of the chain wrote, which may differ from those of the whole link
         beneath; all rows, if the chain was folded since this reader was made.
         """
-        return self._reading(lambda links: self._read(links, first_row, out))
-
-    def _read(self, links: Sequence[Link], first_row: int, out: Array) -> Array:
-        need, pending = np.ones(len(out), np.uint8), self._pending(links, len(out), out)
-        whole = np.zeros(len(out), bool)
-        for link in links:
-            if link.entry.kind == "whole":
-                whole = need == 1  # a row of 2 is relative in a delta
-            link.fill(first_row, out, need, pending)
-            if not need.any():
-                break
-        self._check_complete(links, first_row, need)
-        self._prove(pending)
-        # A fold does not say which rows the deltas in it wrote, and the caller goes by the chain as it was.
-        return ~whole if links is self._first_links else np.ones_like(whole)
+        need = np.ones(len(out), np.uint8)
+        return self._walk(
+            first_row, need, lambda link, pending: link.fill(first_row, out, need, pending), out
+        )[1]
 
     def read_rows(self, first_row: int, out: Array, need: Array) -> None:
         """As `read`, but only the rows whose `need`, (n,) uint8, is not 0. It is all 0 afterwards."""
@@ -93,21 +81,16 @@ class ArrayReader:
 
     def take(self, first_row: int, need: Array) -> list[Segment]:
         """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards."""
-        taken = self._walk(first_row, need, lambda link, pending: link.take(first_row, need, pending))
-        return [segment for segments in taken for segment in segments]
+        return self._take(first_row, need)[0]
 
     def take_all(self, first_row: int, rows: int) -> tuple[list[Segment], Array]:
         """The rows first_row ... first_row + rows - 1 as `take` returns them, and which of them `read` would return."""
-        need, whole = np.ones(rows, np.uint8), np.zeros(rows, bool)
+        return self._take(first_row, np.ones(rows, np.uint8))
 
-        def visit(link: Link, pending: Pending | None) -> list[Segment]:
-            if link.entry.kind == "whole":
-                whole[:] = need == 1
-            return link.take(first_row, need, pending)
-
-        taken = self._walk(first_row, need, visit)
-        # If another thread has found a fold since, more rows are returned than have to be.
-        changed = ~whole if self.links is self._first_links else np.ones_like(whole)
+    def _take(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
+        taken, changed = self._walk(
+            first_row, need, lambda link, pending: link.take(first_row, need, pending)
+        )
         return [segment for segments in taken for segment in segments], changed
 
     def _walk(
@@ -116,19 +99,39 @@ class ArrayReader:
         need: Array,
         visit: Callable[[Link, Pending | None], T],
         out: Array | None = None,
-    ) -> list[T]:
-        """What `visit` returns for each link, newest first, until it has cleared every `need`. It may fill `out`."""
+    ) -> tuple[list[T], Array]:
+        """What `visit` returns for each link, newest first, until it has cleared every `need`; and what `read` returns.
+
+        `visit` may fill `out`. Once more if a fold replaced the chain meanwhile.
+        """
         wanted = need.copy()
 
-        def walk(links: Sequence[Link]) -> list[T]:
+        def walk(links: Sequence[Link]) -> tuple[list[T], Array]:
             need[:] = wanted != 0
-            pending = self._pending(links, len(need), out)
-            visited = [visit(link, pending) for link in links if need.any()]
+            pending, visited, whole = self._pending(links, len(need), out), [], np.zeros(len(need), bool)
+            for link in links:
+                if link.entry.kind == "whole":
+                    whole = need == 1  # a row of 2 is relative in a delta
+                if need.any():
+                    visited.append(visit(link, pending))
             self._check_complete(links, first_row, need)
-            self._prove(pending)
-            return visited
+            try:
+                if pending is not None:
+                    pending.prove()
+            except ParentError as error:
+                raise CompositionError(f"{error}; read for version {self.version}") from error
+            # A fold does not say which rows the deltas in it wrote, and the caller goes by the chain as it was.
+            return visited, ~whole if links is self._first_links else np.ones_like(whole)
 
-        return self._reading(walk)
+        with self._catalog.reading(self._record):
+            links = self.links
+            try:
+                return walk(links)
+            except CorruptionError:
+                newer = self._look_again(links)
+                if newer is links:
+                    raise
+            return walk(newer)
 
     def _pending(self, links: Sequence[Link], rows: int, out: Array | None) -> Pending | None:
         """What adds up relative rows, in the memory of `out` where that can hold it; None if no link may have any."""
@@ -136,25 +139,6 @@ class ArrayReader:
             return None
         has_room = out is not None and self.element == "float32" and out.flags.c_contiguous
         return Pending(rows, self.columns, out if has_room else None)
-
-    def _prove(self, pending: Pending | None) -> None:
-        try:
-            if pending is not None:
-                pending.prove()
-        except ParentError as error:
-            raise CompositionError(f"{error}; read for version {self.version}") from error
-
-    def _reading(self, read: Callable[[Sequence[Link]], T]) -> T:
-        """What `read` finds in the links. Retries once if a fold replaced the chain meanwhile."""
-        with self._catalog.reading(self._record):
-            links = self.links
-            try:
-                return read(links)
-            except CorruptionError:
-                newer = self._look_again(links)
-                if newer is links:
-                    raise
-            return read(newer)
 
     def _look_again(self, links: list[Link]) -> list[Link]:
         """The links of the chain as it is now; `links` itself if they still are."""

@@ -23,9 +23,8 @@ from cnr_codecs import Pending
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import ArrayReader, region_rows
-from cnr_store.chains.link import PENDING, Link
+from cnr_store.chains.link import PENDING, Link, open_link
 from cnr_store.chains.seen_codes import SeenTable
-from cnr_store.chains.written_link import WrittenLink, open_link
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import Record
 
@@ -150,9 +149,8 @@ def _regions(reader: ArrayReader, links: Sequence[Link]) -> Iterator[tuple[int, 
     rows_each = region_rows([*links, *reader.links], reader.columns * reader.dtype.itemsize)
     numbers: set[int] = set()
     for link in links:
-        if isinstance(link, WrittenLink):
-            for first_row, last_row in map(link.shards.rows_of, link.parts):
-                numbers.update(range(first_row // rows_each, last_row // rows_each + 1))
+        for first_row, last_row in map(link.shards.rows_of, link.parts):
+            numbers.update(range(first_row // rows_each, last_row // rows_each + 1))
     for number in sorted(numbers):
         yield number * rows_each, min(rows_each, rows - number * rows_each)
 

@@ -15,7 +15,6 @@ from cnr_codecs import LatticeRows
 from cnr_codecs.payload.coded import Grid
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
-from cnr_store.chains.written_link import WrittenLink
 from cnr_store.errors import CheckpointError
 from cnr_store.format.record import Record
 from cnr_store.policies.budget import restore_cost
@@ -103,11 +102,7 @@ class Lineage:
         """The lineage of a run that has just loaded `record`."""
         lines = {
             path: ArrayLine(
-                tuple(
-                    link.version
-                    for link in ArrayReader(catalog, record, path).links
-                    if isinstance(link, WrittenLink)
-                ),
+                tuple(link.version for link in ArrayReader(catalog, record, path).links if link.is_written),
                 entry.shape,
                 entry.element,
                 lattice_of(entry.codec),

@@ -33,7 +33,7 @@ CODECS, GRIDS = "codecs/src/cnr_codecs", "tests/test_codecs/lattice"
 MUTANTS = [
     Mutant(
         "a payload of another place is refused",
-        "cnr_store/chains/written_link.py",
+        "cnr_store/chains/link.py",
         "if payload.seal != self.record.seal(self.path, chunk.row, chunk.column):",
         "if False:",
         f"{STORE}/chains/test_damage.py",

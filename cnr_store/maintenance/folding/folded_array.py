@@ -24,7 +24,6 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import REGION_BYTES, ArrayReader
 from cnr_store.chains.link import Link
 from cnr_store.chains.salvage import SalvageReader
-from cnr_store.chains.written_link import WrittenLink
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format.arrays import Doc, rows_document
 from cnr_store.format.grid import Grid, choose_grid
@@ -59,9 +58,7 @@ class FoldedArray:
     def from_reader(cls, reader: ArrayReader | SalvageReader, written: ArrayEntry) -> FoldedArray:
         """The same of what a `reader` reads, from the array's entry in its version's record."""
         # Of a damaged chain, the whole link may be lost: the oldest one that is left has codecs of the same rows.
-        whole = next(
-            (link for link in reversed(reader.links) if isinstance(link, WrittenLink)), reader.links[-1]
-        )
+        whole = next((link for link in reversed(reader.links) if link.is_written), reader.links[-1])
         config = dict(whole.entry.codec or {})
         entry = ArrayEntry(
             "whole",
@@ -80,9 +77,9 @@ class FoldedArray:
             raise FormatError(
                 f"{whole.record.home}, {whole.path}: its codec can't be followed: {error}"
             ) from error
-        if not isinstance(whole, WrittenLink):
+        if not whole.is_written:
             raise CorruptionError(f"{whole.record.home}, {whole.path}: it is whole and has no metadata")
-        written_links = [link for link in reader.links if isinstance(link, WrittenLink)]
+        written_links = [link for link in reader.links if link.is_written]
         bytes_per_row = max(_bytes_per_row(link, reader.columns) for link in written_links)
         grid = choose_grid(reader.shape[0], reader.columns, reader.dtype.itemsize, bytes_per_row, None)
         document = rows_document(reader.shape, reader.element, grid, compressors.zarr_codecs())

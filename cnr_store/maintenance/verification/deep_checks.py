@@ -1,6 +1,6 @@
 """Reads and validates every byte of one version, or of one fold.
 
-Rows are decoded through `WrittenLink`, the one way to read, and then dropped.
+Rows are decoded through `Link`, the one way to read, and then dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from cnr_store.catalog.catalog import count_parts, read_state_part
 from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.dense import dense_object
-from cnr_store.chains.link import PENDING, CompositionError
-from cnr_store.chains.written_link import WrittenLink
+from cnr_store.chains.link import PENDING, CompositionError, Link
 from cnr_store.errors import CheckpointError, CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid
@@ -86,10 +85,9 @@ class DeepCheck:
                 if record.key(path, grid.key(index)) not in check.missing:
                     yield partial(self._check_dense, path, grid, index)
         for path, link in check.links.items():
-            if isinstance(link, WrittenLink):
-                yield from self._row_tasks(path, link)
+            yield from self._row_tasks(path, link)
 
-    def _row_tasks(self, path: str, link: WrittenLink) -> Iterator[_Task]:
+    def _row_tasks(self, path: str, link: Link) -> Iterator[_Task]:
         """One for each region within one row of shards, so that a finding can name an object."""
         grid, by_row = link.grid, dict[int, list[int]]()
         for shard in link.parts:
@@ -107,7 +105,7 @@ class DeepCheck:
                 yield partial(self._check_rows, path, link, rows, link.shards.key(shards[0]), nbytes)
                 nbytes = 0  # bytes of the whole row of shards, counted once
 
-    def _check_rows(self, path: str, link: WrittenLink, rows: RowSpan, key: str, nbytes: int) -> _Outcome:
+    def _check_rows(self, path: str, link: Link, rows: RowSpan, key: str, nbytes: int) -> _Outcome:
         count = rows[1] + 1 - rows[0]
         need = np.ones(count, np.uint8)
         try:
@@ -197,7 +195,7 @@ class DeepCheck:
                 self._check.add(self._check.at(path, None, what), self._record.key(path), path)
 
 
-def _count_lost(link: WrittenLink, rows: RowSpan) -> int:
+def _count_lost(link: Link, rows: RowSpan) -> int:
     """How many of these rows a link may hold and can't give."""
     count = rows[1] + 1 - rows[0]
     try:

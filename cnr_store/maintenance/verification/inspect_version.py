@@ -12,8 +12,7 @@ from cnr_store.catalog.catalog import Catalog, count_parts, read_state_part
 from cnr_store.catalog.objects import read_object
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.dense import dense_layout
-from cnr_store.chains.link import Link
-from cnr_store.chains.written_link import WrittenLink, open_link
+from cnr_store.chains.link import Link, open_link
 from cnr_store.errors import CorruptionError, FormatError, StateError
 from cnr_store.format import layout
 from cnr_store.format.arrays import DenseGrid, Doc, document_bytes
@@ -161,10 +160,8 @@ class VersionCheck:
                 f"{link.most_rows}"
             )
         self.links[path] = link
-        if not isinstance(link, WrittenLink):
-            return iter(())
         shards = link.shards
-        return ((shards.key(shard), part, shards.rows_of(shard)) for shard, part in parts.items())
+        return ((shards.key(shard), part, shards.rows_of(shard)) for shard, part in link.parts.items())
 
     def _take(
         self, key: str, listed: dict[str, int], path: str | None = None, rows: RowSpan | None = None

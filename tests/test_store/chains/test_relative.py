@@ -19,7 +19,7 @@ from cnr_backends import index_nbytes, open_backend
 from cnr_codecs import PayloadError, Scheme
 from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.written_link import WrittenLink, open_link
+from cnr_store.chains.link import open_link
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout
 from cnr_store.reading.server import serving
@@ -61,7 +61,7 @@ def count_relative(url: str, version: str, only: str | None = None) -> int:
     for path, entry in record.arrays.items():
         is_counted = entry.kind == "delta" and only in (None, path)
         link = open_link(catalog, record, path) if is_counted else None
-        if isinstance(link, WrittenLink):
+        if link is not None:
             every = np.ones(entry.shape[0], np.uint8)
             payloads = (
                 link._prove(*read)

@@ -13,7 +13,7 @@ import torch
 from cnr_backends import Backend, index_nbytes, open_backend, parse_index
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
-from cnr_store.chains.written_link import WrittenLink
+from cnr_store.chains.link import Link
 from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
 from cnr_store.writing import writer
@@ -55,7 +55,7 @@ def draw_cuts(random: Random, world: int) -> dict[str, Cut]:
     return {kind.name: draw_cut(random, kind.rows, kind.dim, world) for kind in KINDS}
 
 
-def chunks_met(backend: Backend, link: WrittenLink, first_row: int, end_row: int) -> Iterator[int]:
+def chunks_met(backend: Backend, link: Link, first_row: int, end_row: int) -> Iterator[int]:
     """The bytes of each chunk that holds any of these rows, and of the indexes of their shards."""
     each = link.grid.chunk_rows
     for shard, part in link.parts.items():
@@ -82,8 +82,7 @@ def least_bytes(url: str, job: ThreadJob, rank: int) -> int:
             reader = ArrayReader(catalog, record, f"tables/ebc.embedding_bags.{table}/{slot or 'weight'}")
             first, rows = pieces[0].first_row, len(pieces[0].tensor)
             for link in reader.links:
-                if isinstance(link, WrittenLink):
-                    nbytes += sum(chunks_met(backend, link, first, first + rows))
+                nbytes += sum(chunks_met(backend, link, first, first + rows))
     return nbytes
 
 
