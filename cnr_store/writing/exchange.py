@@ -194,6 +194,7 @@ class Exchange:
                     yield EncodedChunk(shard.write, shard.shard, slot, payload)
                     continue
                 values = rows.values(start, stop)
+                rows.note(start, stop, values)
                 if rows.codes is not None:
                     rows.codes.note(start, values)
                 for span in spans:

@@ -16,9 +16,10 @@ from cnr_codecs.payload.coded import Grid
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.errors import CheckpointError
-from cnr_store.format.record import Record
+from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.policies.budget import restore_cost
 from cnr_store.policies.past import Past, Since, past_after
+from cnr_store.policies.refits import Fit, Sampled
 from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import RowCodes, relative_codec
 from cnr_store.writing.steps import lattice_of, stored_grid
@@ -40,6 +41,8 @@ class ArrayLine:
     shape: tuple[int, ...]
     element: str
     lattice: LatticeRows | None = None
+    # How its rows fit a step. Of many ranks, the first alone knows of what was written: `digest` must not see it
+    fit: Fit = field(default=Fit(), repr=False, compare=False)
 
     def base(self, since: Since) -> str:
         """The version that a delta of the rows changed since then depends on."""
@@ -89,7 +92,8 @@ class Lineage:
             older = self.lines[path].over(entry.base) if entry.base is not None else ()
             # A delta without rows adds nothing to read, so the chain stays as it was.
             links = (record.id, *older) if entry.rows or entry.base is None else older
-            lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec))
+            fit = _fit(entry, self.lines[path].fit if older else None)
+            lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec), fit)
         return Lineage(record.id, lines, _past(record), self.restores, self.spent, record.stored_paths)
 
     def grids_of(self, record: Record, paths: Iterable[str]) -> dict[str, Grid | None]:
@@ -100,16 +104,16 @@ class Lineage:
     @classmethod
     def from_record(cls, catalog: Catalog, record: Record) -> Lineage:
         """The lineage of a run that has just loaded `record`."""
-        lines = {
-            path: ArrayLine(
-                tuple(link.version for link in ArrayReader(catalog, record, path).links if link.is_written),
-                entry.shape,
-                entry.element,
-                lattice_of(entry.codec),
-            )
-            for path, entry in record.arrays.items()
-            if entry.kind != "dense"
-        }
+        lines = {}
+        for path, entry in record.arrays.items():
+            if entry.kind == "dense":
+                continue
+            links = [link for link in ArrayReader(catalog, record, path).links if link.is_written]
+            fit = _fit(links[-1].entry if links else entry, None)
+            if entry.base is not None:
+                fit = _fit(entry, fit)
+            versions = tuple(link.version for link in links)
+            lines[path] = ArrayLine(versions, entry.shape, entry.element, lattice_of(entry.codec), fit)
         past, fold = _past(record), catalog.find_fold(record.id)
         if fold is not None:
             past = past.with_fold(fold.nbytes, newest=True)
@@ -147,6 +151,10 @@ class Lineage:
         return tuple(
             sorted({version for path, base in bases for version in self.lines[path].over(base)}, reverse=True)
         )
+
+
+def _fit(entry: ArrayEntry, before: Fit | None) -> Fit:
+    return Fit.of(entry.shape[0], entry.raw, Sampled(*entry.sampled), before)
 
 
 def _past(record: Record) -> Past:

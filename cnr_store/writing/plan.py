@@ -17,7 +17,8 @@ from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import place
 from cnr_store.ranks.placement import Placement
 from cnr_store.writing.row_codes import Array, RowCodes
-from cnr_store.writing.rows import CodedRows, Rows, encode_block
+from cnr_store.writing.rows import Block, CodedRows, Rows, encode_block
+from cnr_store.writing.scales import ScaleSample
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class RowsWrite:
     codes: RowCodes | None = None  # those of rows that may be relative to the base; None where none may be
     # How the rows of each chunk on a grid that was encoded here are stored
     counted: list[RowCounts] = field(default_factory=list)
+    # Notes how rows compare with the base of the step; None where that is not found by them
+    sample: ScaleSample | None = None
 
     def values(self, begin: int, end: int) -> Array:
         """The values of the rows at these positions of the write's ids, which must not be coded yet."""
@@ -69,14 +72,23 @@ class RowsWrite:
         self, begin: int, end: int, offsets: Array | None, edges: Sequence[int], seals: Sequence[int]
     ) -> list[bytes]:
         """The payloads of chunks of the rows at these positions of the write's ids; the rest as in `encode_block`."""
+        block = self.source.block(begin, end)
+        self.note(begin, end, block)
         return encode_block(
-            *(self.codec, self.source.block(begin, end), offsets, edges, self.grid.chunk_rows),
+            *(self.codec, block, offsets, edges, self.grid.chunk_rows),
             element=self.element,
             seals=seals,
             begin=begin,
             codes=self.codes,
             counted=self.counted,
         )
+
+    def note(self, begin: int, end: int, block: Block) -> None:
+        """Note the rows at these positions of the write's ids for `sample`."""
+        if self.sample is not None:
+            first = self.sample.held.start
+            ids = range(first + begin, first + end) if self.ids is None else self.ids[begin:end]
+            self.sample.note(self.codec, block, ids)
 
     @property
     def columns(self) -> int:

@@ -102,6 +102,8 @@ def stage(
         staged.arrays[path] = replace(entry, stored=home.moved.get(path))
     for write in rows:
         staged.count(write.path, write.counted)
+        if write.sample is not None:
+            staged.add_sampled(write.path, write.sample.sampled)
     return staged
 
 

@@ -50,9 +50,8 @@ def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Team | No
 
 
 def _wants_step(rows: RowsWrite) -> LatticeRows | None:
-    lattice = _lattice(rows.codec)
     is_whole = rows.base is None and rows.ids is None
-    return lattice if lattice is not None and lattice.step is None and is_whole else None
+    return _lattice(rows.codec) if is_whole and finds_step(rows.codec) else None
 
 
 _Block = tuple[int, int, tuple[Span, ...] | None]
@@ -113,6 +112,12 @@ def _parsed(data: Any, rank: int, shape: tuple[int, ...]) -> Counts:
     if len(data) != 8 * math.prod(shape):
         raise SaveError(f"rank {rank} sent {len(data)} bytes of counts, expected {8 * math.prod(shape)}")
     return np.frombuffer(data, "<i8").astype(np.int64).reshape(shape)
+
+
+def finds_step(codec: RowCodec) -> bool:
+    """Whether a codec finds the step of a lattice by the rows of each whole version."""
+    lattice = _lattice(codec)
+    return lattice is not None and lattice.step is None
 
 
 def keep_step(codec: RowCodec, stored: LatticeRows | None) -> RowCodec:

@@ -202,6 +202,7 @@ class Coordinator:
             "moved": self._layout.say(ready.snapshot.arrays),
             "unsafe": dict(ready.snapshot.unsafe),
             "moments": self._saves.planner.judge(ready.snapshot.arrays),
+            "refits": self._saves.planner.refitted,
             "dense_bytes": ready.snapshot.own_shared_bytes,
             "folded": None if folded is None else [folded.version, folded.bytes],
             "settings": {
@@ -259,6 +260,7 @@ class Coordinator:
         arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
         snapshot.arrays = dropping(arrays, agreed["moments"])
         snapshot.unsafe, snapshot.dense_bytes = dict(agreed["unsafe"]), agreed["dense_bytes"]
+        planner.refitted = agreed["refits"]
         if self._group.rank == 0:
             self._saves.tracker.warn(snapshot.unsafe)
         if self._trained.fused_position is not None:
@@ -286,6 +288,7 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "moved": any(doc["moved"] for doc in said),
         "unsafe": merge_reasons(said),
         "moments": merge_moments([doc["moments"] for doc in said]),
+        "refits": first["refits"],
         "dense_bytes": first["dense_bytes"],
         "settings": {name: each for doc in said for name, each in doc["settings"].items()},
     }

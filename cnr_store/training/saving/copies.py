@@ -22,7 +22,8 @@ from cnr_store.writing.exchange import is_sent_encoded
 from cnr_store.writing.lineage import ArrayLine
 from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import LEAST_DIGESTED_BYTES, CodeCache, gridded_codec
-from cnr_store.writing.steps import keep_step
+from cnr_store.writing.scales import ScaleSample
+from cnr_store.writing.steps import finds_step, keep_step
 
 Keeps = Literal["none", "whole", "all"]
 
@@ -46,6 +47,7 @@ class Copies:
     ) -> None:
         self.staging, self._compares_all = staging, compares_all
         self._code_cache, self._codecs, self._tally, self._keeps = code_cache, codecs, tally, keeps
+        self.samples: dict[str, ScaleSample] = {}  # by path of arrays whose step was found for them
 
     def rows(
         self,
@@ -140,7 +142,8 @@ class Copies:
         table = array.table
         written = None if line is None else ids
         base = None if line is None else line.base(decision.since)
-        codec = keep_step(codec_of(self._codecs, array), line.lattice if line else None)
+        wanted = codec_of(self._codecs, array)
+        codec = keep_step(wanted, line.lattice if line else None)
         held = self._tally.held(array, counts)
         first_row, rows = (0, array.shape[0]) if held is None else (held.first_row, held.rows)
         if held is not None:  # replicas of the other rows are written by other ranks
@@ -149,7 +152,9 @@ class Copies:
             if written is not None:
                 begin, end = np.searchsorted(written, [start, start + rows]).tolist()
                 written, copied = written[begin:end] - start, copied and copied.some(begin, end)
-        codes = None
+        codes = sample = None
+        if self._keeps != "none" and finds_step(wanted):
+            sample = self._sample(array, range(first_row, first_row + rows))
         if not self._tally.is_cut(array):
             codes = self._code_cache.for_write(
                 *(array.path, codec, base, written, first_row),
@@ -175,4 +180,12 @@ class Copies:
             held=held,
             is_live=isinstance(source, LiveRows),
             codes=codes,
+            sample=sample,
         )
+
+    def _sample(self, array: RowArray, held: range) -> ScaleSample:
+        own = array.shape[0], array.local_columns, held
+        found = self.samples.get(array.path)
+        if found is None or not found.fits(*own):
+            found = self.samples[array.path] = ScaleSample(*own)
+        return found

@@ -19,9 +19,10 @@ from cnr_store.policies.whole_tables import summary
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.copies import Copies, Keeps
 from cnr_store.training.saving.explanation import Explanation, How, explained
-from cnr_store.training.saving.options import Options, codec_of, row_bytes, stored_steps
+from cnr_store.training.saving.options import Options, codec_of, refits, row_bytes, stored_steps
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import (
     Snapshot,
@@ -59,6 +60,9 @@ class Planner:
         # Lineage, and by array, packed, the rows changed since its whole version. They are one attribute, so that an
         # interrupt never leaves the lineage of one version beside the rows of another.
         self._past: _Past = Lineage(), {}
+        self.refitted: Mapping[
+            str, str
+        ] = {}  # by path, why arrays are whole in the next version: for a new step
         self._foreseen: tuple[_Past, Record, _Past] | None = None
         self._tables = trained.tables
         self._codecs = options.codecs
@@ -110,6 +114,7 @@ class Planner:
         `since_whole`: by path of an array, packed: the rows that changed since its whole version was saved.
         """
         self._code_cache.clear()
+        self._copies.samples.clear()
         self._past = lineage, since_whole
 
     def foresee_commit(self, record: Record, taken: Taken) -> None:
@@ -145,13 +150,14 @@ class Planner:
         self._past = self.lineage.folded(version, nbytes), since_whole
 
     def judge(self, arrays: Sequence[RowArray]) -> dict[str, Factors | None]:
-        """Which values of first moments the next version is to be without: see `Moments.judge`."""
+        """Which values of first moments the next version is to be without: see `Moments.judge`. Finds `refitted`."""
         self._codecs.choose_step(self.lineage.spent, stored_steps(arrays, self.lineage.lines))
+        self.refitted = refits(arrays, self.lineage.lines, self._codecs)
         wanted = self._codecs.droppable(arrays)
         return self._moments.judge(arrays, wanted, self._codec_of) if wanted else {}
 
     def _codec_of(self, array: RowArray) -> RowCodec:
-        line = self.lineage.lines.get(array.path)
+        line = None if array.path in self.refitted else self.lineage.lines.get(array.path)
         return keep_step(codec_of(self._codecs, array), line.lattice if line else None)
 
     def choose_step(self, arrays: Iterable[RowArray]) -> None:
@@ -220,7 +226,7 @@ class Planner:
     def _known(self, array: RowArray, own: slice) -> Known | None:
         """What is known of an array's rows in the version that its next delta depends on; `own`: of those held."""
         line = self.lineage.lines.get(array.path)
-        if line is None or not continues(array, line):
+        if line is None or array.path in self.refitted or not continues(array, line):
             return None
         codec = self._codec_of(array)
         base, shape = line.base(self._parents), (own.stop - own.start, (*array.shape, 1)[1])
@@ -279,11 +285,12 @@ class Planner:
             own, name = [array for array in arrays if array.table is table], table.name
             weight = ArrayOf(table.path, table)
             rows = sets.of(weight, since) if table.path in self._since_whole else taken.dirty[name]
-            how: How = "tracked"
-            if name in unsafe:
-                how = "compared" if table.path in taken.compared else "whole"
+            how: How = "compared" if table.path in taken.compared else "whole"
+            why = self.refitted.get(table.path) or unsafe.get(name)
+            if why is None:
+                how, why = "tracked", ways[name]
             changed = table.local_rows if how == "whole" else count(rows)
-            why, nbytes = unsafe.get(name, ways[name]), sum(row_bytes(self._codecs, each) for each in own)
+            nbytes = sum(row_bytes(self._codecs, each) for each in own)
             config = codec_of(self._codecs, own[0]).get_config()
             tables.append(explained(name, table.rows, how, why, config, changed, nbytes))
         return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, self._codecs.budget)
@@ -296,11 +303,10 @@ class Planner:
         What is returned makes the plan, on the thread that writes: training does not wait for thousands of arrays.
         """
         lineage = self.lineage
-        reasons = (
-            {}
-            if decision.full
-            else self._worth_whole(decision, snapshot, changed) | self._whole_reasons(snapshot)
-        )
+        reasons: dict[str, str] = {}
+        if not decision.full:
+            reasons = _worth_whole(snapshot, decision.since, changed, self._codecs, self._since_whole)
+            reasons |= self._whole_reasons(snapshot)
         whole = {array.path for array in snapshot.arrays} if decision.full else reasons.keys()
         sets = self._sets(snapshot.taken, self._since_whole)
         rows = self._copies.rows(decision, snapshot, sets, self.lineage.lines, changed, whole, pending)
@@ -330,15 +336,6 @@ class Planner:
 
         return finish
 
-    def _worth_whole(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> dict[str, str]:
-        """The arrays that cost no more whole than as a delta, by path. Relative rows of all cost less."""
-        due = [each for each in snapshot.arrays if changed.rows(decision.since, each.path) == each.shape[0]]
-        absolute = [each for each in due if relative_codec(codec_of(self._codecs, each)) is None]
-        worth = (
-            worth_whole(absolute, snapshot.arrays, decision.since, self._since_whole) if absolute else set()
-        )
-        return dict.fromkeys(worth, "all of its rows changed")
-
     def _whole_reasons(self, snapshot: Snapshot) -> dict[str, str]:
         """Why arrays are written whole although the policy may want a delta, by path."""
         # State beside a table that is whole is whole, too, unless it was compared.
@@ -347,7 +344,16 @@ class Planner:
             array.path: reasons[array.table.name]
             for array in snapshot.arrays
             if array.table.name in reasons and array.path not in snapshot.compared
-        }
+        } | dict(self.refitted)
+
+
+def _worth_whole(
+    snapshot: Snapshot, since: Since, changed: Changed, codecs: CodecChoice, known: Collection[str]
+) -> dict[str, str]:
+    """The arrays that cost no more whole than as a delta, by path. Relative rows of all cost less."""
+    due = [each for each in snapshot.arrays if changed.rows(since, each.path) == each.shape[0]]
+    absolute = [each for each in due if relative_codec(codec_of(codecs, each)) is None]
+    return dict.fromkeys(worth_whole(absolute, snapshot.arrays, since, known), "all of its rows changed")
 
 
 def _policy_document(

@@ -280,6 +280,8 @@ def worth_whole(
     `changed`: arrays whose rows all changed, and are not relative: these take less as a delta.
     `known`: by `Table.path`, the tables of which a whole version is known.
     """
+    if not changed:
+        return set()
     their_bytes, all_bytes = (
         sum(each.nbytes for each in some if each.is_weight) for some in (changed, arrays)
     )

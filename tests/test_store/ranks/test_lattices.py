@@ -175,6 +175,48 @@ def test_rows_that_several_ranks_have_count_once(quick: str, columns: tuple[int,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("columns", [(0,), (0, 4)])
+def test_ranks_find_a_step_anew_when_one_process_does(quick: str, columns: tuple[int, ...]) -> None:
+    """Where zeros are trained, rows turn to NaN, and where all grow; also where ranks have columns of a table."""
+    codec, found = {"id": "cnr_lattice", "rms_step": RMS_STEP, "relative": True}, {}
+    for world in (1, 4):
+        random, url = np.random.default_rng(3), str(Path(quick) / str(world))
+        cuts = {kind.name: _grid([0, 1001, kind.rows], columns, kind.dim, world) for kind in KINDS}
+        with ThreadJob(url, world, KINDS, cuts, codec=codec, policy="consecutive") as job:
+            truth = job.new_truth(random)
+            truth["A", ""][:] = 0
+            job.fill(truth)
+            for step in range(1, 6):
+                job.save(step)
+                for kind in KINDS:
+                    ids = np.sort(random.permutation(kind.rows)[:300])
+                    truth = changed(truth, kind.name, ids, random, job)
+                    if kind.name == "B" and step > 1:
+                        truth["B", ""][ids] = np.nan
+                    if kind.name == "C" and step == 1:
+                        ids, truth["C", ""][:] = np.arange(kind.rows), 3 * truth["C", ""]
+                    job.change(kind.name, ids, truth, np.random.default_rng(0))
+        records = [open_record(url, each.id)[1] for each in cnr_store.versions(url)]
+        found[world] = [
+            {path: (each.kind, each.codec["step"]) for path, each in record.arrays.items() if each.codec}
+            for record in records
+        ]
+        assert not cnr_store.verify(url, deep=True).problems
+    assert found[1] == found[4]
+    whole = [[path for path, (kind, _) in each.items() if kind == "whole"] for each in found[1][1:]]
+    assert [len(each) for each in whole] == [0, 2, 0, 1]
+
+
+def _grid(edges: list[int], columns: tuple[int, ...], dim: int, world: int) -> Cut:
+    """Bands of rows, each in these columns, of one rank each."""
+    if world == 1:
+        edges, columns = [0, edges[-1]], (0,)
+    spans = [(left, right - left) for left, right in pairwise((*columns, dim))]
+    boxes = [(first, end - first, *span) for first, end in pairwise(edges) for span in spans]
+    return Cut(columns, tuple(Piece(*box, rank) for rank, box in enumerate(boxes)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["consecutive", at_night("auto")])
 def test_ranks_spend_a_budget_as_one_process_does(quick: str, policy: str) -> None:
     """Each rank samples the rows that it has, and their scales are other ones."""

@@ -22,7 +22,7 @@ COUNTED_ROWS = 1 << 16
 # A magnitude is counted by its exponent and the upper 4 bits of its mantissa.
 _DROPPED_BITS, _BINS = 19, 1 << 12
 # The standard deviation of a normal variable over the median of its magnitude.
-_OF_NORMAL = 1.4826
+OF_NORMAL = 1.4826
 Counts: TypeAlias = npt.NDArray[np.int64]
 """(4096,): values by the bits of their magnitude."""
 
@@ -48,7 +48,7 @@ def median_scale(counts: Counts) -> float:
         return 0.0
     found = int(np.searchsorted(total, (int(total[-1]) + 1) // 2))
     middle = np.array([(found << _DROPPED_BITS) + (1 << (_DROPPED_BITS - 1))], np.uint32)
-    return float(middle.view(np.float32)[0]) * _OF_NORMAL
+    return float(middle.view(np.float32)[0]) * OF_NORMAL
 
 
 def lattice_step(step: float) -> float:

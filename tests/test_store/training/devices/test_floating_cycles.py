@@ -149,6 +149,20 @@ def test_records_count_rows_that_a_device_quantized(tmp_path: Path, encoded: lis
     assert (found.raw, found.finer, found.zero) == (10, 20 * ("step" in codec), 30)
 
 
+def test_a_table_that_a_device_quantizes_gets_a_new_step(tmp_path: Path, encoded: list[str]) -> None:
+    items = nn.Embedding(ROWS, DIM, device=DEVICE)
+    codec: Any = {"id": "cnr_lattice", "rms_step": 0.1, "relative": True}
+    model, options = nn.ModuleDict({"songs": items}), {"codec": codec, "policy": "consecutive"}
+    with cnr_store.Checkpointer(tmp_path, model, **options) as checkpointer:
+        for step in range(3):
+            with torch.no_grad():
+                items.weight[5], items.weight[6:] = torch.inf, items.weight[6:] * (3 if step == 1 else 1)
+            checkpointer.touch("songs", range(5, ROWS))
+            checkpointer.save(step).result()
+    assert len(encoded) == 3
+    assert [info.rows for info in cnr_store.versions(str(tmp_path))] == [ROWS, ROWS - 5, ROWS]
+
+
 def test_first_moments_are_stored_without_what_they_no_longer_do(tmp_path: Path) -> None:
     """The host drops it, whatever compares or stores the other rows."""
 
