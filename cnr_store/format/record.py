@@ -61,8 +61,10 @@ class ArrayEntry:
     raw: Natural = 0
     finer: Natural = 0
     zero: Natural = 0
-    # How some of its values compare with the base of its step, as `policies.refits.Sampled` has it. Not stored.
-    sampled: tuple[int, ...] = field(default=(), compare=False)
+    # Of sampled values, those that are not 0, and how they compare with the base of a step: see `RowCounts`. Not stored
+    nonzero: int = field(default=0, compare=False)
+    large: int = field(default=0, compare=False)
+    small: int = field(default=0, compare=False)
     # What readers must know of its payloads, beyond what `codec` asks for: of rows that were moved. Not stored.
     features: frozenset[str] = field(default=frozenset(), compare=False)
 

@@ -74,12 +74,7 @@ def finish_record(
     manifest = encode_manifest(Manifest(version, staged.parts).renamed(moved))
     sizes = {path: sum(part.nbytes for part in parts.values()) for path, parts in staged.parts.items()}
     arrays = {
-        path: replace(
-            entry,
-            nbytes=sizes.get(path, 0),
-            sampled=staged.sampled.get(path, ()),
-            **staged.counts.get(path, RowCounts())._asdict(),
-        )
+        path: replace(entry, nbytes=sizes.get(path, 0), **staged.counts.get(path, RowCounts())._asdict())
         for path, entry in staged.arrays.items()
     }
     backend.put(layout.version_key(version, "manifest"), manifest)

@@ -16,12 +16,12 @@ from cnr_codecs.payload.coded import Grid
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.errors import CheckpointError
-from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.format.record import Record
 from cnr_store.policies.budget import restore_cost
 from cnr_store.policies.past import Past, Since, past_after
-from cnr_store.policies.refits import Fit, Sampled
 from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import RowCodes, relative_codec
+from cnr_store.writing.scales import Fit
 from cnr_store.writing.steps import lattice_of, stored_grid
 
 log = logging.getLogger("cnr_store")
@@ -92,7 +92,7 @@ class Lineage:
             older = self.lines[path].over(entry.base) if entry.base is not None else ()
             # A delta without rows adds nothing to read, so the chain stays as it was.
             links = (record.id, *older) if entry.rows or entry.base is None else older
-            fit = _fit(entry, self.lines[path].fit if older else None)
+            fit = Fit.of(entry, self.lines[path].fit if older else None)
             lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec), fit)
         return Lineage(record.id, lines, _past(record), self.restores, self.spent, record.stored_paths)
 
@@ -109,9 +109,9 @@ class Lineage:
             if entry.kind == "dense":
                 continue
             links = [link for link in ArrayReader(catalog, record, path).links if link.is_written]
-            fit = _fit(links[-1].entry if links else entry, None)
+            fit = Fit.of(links[-1].entry if links else entry, None)
             if entry.base is not None:
-                fit = _fit(entry, fit)
+                fit = Fit.of(entry, fit)
             versions = tuple(link.version for link in links)
             lines[path] = ArrayLine(versions, entry.shape, entry.element, lattice_of(entry.codec), fit)
         past, fold = _past(record), catalog.find_fold(record.id)
@@ -151,10 +151,6 @@ class Lineage:
         return tuple(
             sorted({version for path, base in bases for version in self.lines[path].over(base)}, reverse=True)
         )
-
-
-def _fit(entry: ArrayEntry, before: Fit | None) -> Fit:
-    return Fit.of(entry.shape[0], entry.raw, Sampled(*entry.sampled), before)
 
 
 def _past(record: Record) -> Past:

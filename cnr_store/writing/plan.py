@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+
 from cnr_codecs import RowCodec, array_dtype
 from cnr_codecs.lattice.segments import RowCounts
 from cnr_store.errors import SaveError
@@ -86,8 +88,8 @@ class RowsWrite:
     def note(self, begin: int, end: int, block: Block) -> None:
         """Note the rows at these positions of the write's ids for `sample`."""
         if self.sample is not None:
-            first = self.sample.held.start
-            ids = range(first + begin, first + end) if self.ids is None else self.ids[begin:end]
+            first = 0 if self.held is None else self.held.first_row
+            ids = first + np.arange(begin, end) if self.ids is None else self.ids[begin:end]
             self.sample.note(self.codec, block, ids)
 
     @property

@@ -1,18 +1,28 @@
-"""How rows compare with the scale that the step of their lattice was found for: noted of some, as they are encoded."""
+"""How rows compare with the scale that the step of their lattice was found for, and when that step no longer fits."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from cnr_codecs import LatticeRows, RowCodec
+from cnr_codecs.lattice.segments import RowCounts
 from cnr_codecs.lattice.steps import OF_NORMAL
-from cnr_store.policies.refits import Sampled
+from cnr_store.format.record import ArrayEntry
 from cnr_store.writing.row_codes import Array, gridded_codec
 from cnr_store.writing.rows import Block, CodedRows
 
 _ROWS = 1024
-"""Of an array, at least so many of which are looked at, as far as it has them. Where the sizes of rows are log-normal
-with a sigma of 2, the median of these is off by 8 %."""
+"""Looked at of an array, or more. Where rows' sizes are log-normal, sigma 2, the median of these is off by 8 %."""
+_SEEN = 100
+"""Values other than 0, for their median to say something."""
+_RAW, _MORE_RAW = 0.01, 2
+"""Of all rows, those that no code can take; and how many times those of the whole version."""
+_MOST, _MORE = 0.5, 0.1
+"""Of the values, those on one side of twice, or half, the median that the step was found for: with more than half of
+them, so is the median. And how many more than at the whole version, since a sample may be off."""
 
 
 class ScaleSample:
@@ -20,50 +30,58 @@ class ScaleSample:
 
     A row that it never did counts as one that fits. That is of the values in memory, whatever became of their save.
 
-    `rows`: of the array.
-    `columns`, `held`: the columns that this rank has of it, and the rows that it writes of them.
+    `rows`: of the array, those that this rank writes are `held`, with so many `columns`.
     """
 
     def __init__(self, rows: int, columns: int, held: range) -> None:
-        self.held = held
-        self._shape = rows, columns
         # The same rows, however many ranks there are.
-        self._every = 1 << max(0, (rows // _ROWS).bit_length() - 1)
-        self._first = -(-held.start // self._every)
-        self._counts = np.zeros((max(0, -(-held.stop // self._every) - self._first), 3), np.int32)
-        self._counts[:, 0] = columns
-
-    def fits(self, rows: int, columns: int, held: range) -> bool:
-        """Whether it is of such an array."""
-        return (self._shape, self.held) == ((rows, columns), held)
+        self._every = every = 1 << max(0, (rows // _ROWS).bit_length() - 1)
+        self._counts = np.zeros((-(-rows // every), 3), np.int32)
+        self._counts[-(-held.start // every) : -(-held.stop // every), 0] = columns
 
     @property
-    def sampled(self) -> Sampled:
-        """The sum over its rows."""
-        return Sampled(len(self._counts) * self._shape[1], *self._counts.sum(axis=0).tolist())
+    def counts(self) -> RowCounts:
+        """Of all sampled rows."""
+        return RowCounts(0, 0, 0, *self._counts.sum(axis=0).tolist())
 
-    def note(self, codec: RowCodec, block: Block, ids: Array | range) -> None:
+    def note(self, codec: RowCodec, block: Block, ids: Array) -> None:
         """Note rows of these numbers, as they are encoded."""
-        lattice = gridded_codec(codec)
-        if not isinstance(lattice, LatticeRows) or not lattice.step or not lattice.rms_step:
-            return
-        if isinstance(ids, range):
-            at = np.arange(-ids.start % self._every, len(ids), self._every)
-            places = (ids.start + at) // self._every - self._first
-        else:
-            at = np.flatnonzero((ids & (self._every - 1)) == 0)
-            places = ids[at] // self._every - self._first
-        median = lattice.step / lattice.rms_step / OF_NORMAL
-        sizes = np.abs(_values(block, at, lattice.step))
+        lattice, at = gridded_codec(codec), np.flatnonzero(ids % self._every == 0)
+        assert isinstance(lattice, LatticeRows)
+        median = (lattice.step or 0.0) / (lattice.rms_step or 1.0) / OF_NORMAL
+        values = np.asarray(block.codes) * (lattice.step or 0.0) if isinstance(block, CodedRows) else block
+        if isinstance(block, CodedRows):
+            values[block.is_raw] = block.raw_values
+        sizes = np.abs(values[at].astype(np.float64))
         counted = (sizes > 0) & np.isfinite(sizes)
         sides = counted, counted & (sizes > 2 * median), counted & (sizes < median / 2)
-        self._counts[places] = np.stack([each.sum(axis=1) for each in sides], axis=1)
+        self._counts[ids[at] // self._every] = np.stack([each.sum(axis=1) for each in sides], axis=1)
 
 
-def _values(block: Block, at: Array, step: float) -> Array:
-    if not isinstance(block, CodedRows):
-        return block[at].astype(np.float64)
-    codes, raw = np.asarray(block.codes), np.flatnonzero(block.is_raw[at])
-    values = codes[at] * step
-    values[raw] = block.raw_values[(np.cumsum(block.is_raw) - 1)[at[raw]]]
-    return values
+class Fit(NamedTuple):
+    """How an array fits its step in one version."""
+
+    # Of its whole version the shares of raw rows, and of values beyond twice the median and below half of it
+    at_whole: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    is_raw: bool = False  # whether it has too many raw rows
+    why_whole: str = ""  # why the next version is to hold all of the array; "" if it need not
+
+    @classmethod
+    def of(cls, entry: ArrayEntry, before: Fit | None) -> Self:
+        """The fit of an array. `before`: in the version before; None where the array is whole.
+
+        Only what grew counts: rows that no step can take, such as of NaN, make an array whole once.
+        """
+        seen = entry.nonzero if entry.nonzero >= _SEEN else math.inf
+        raw, large, small = entry.raw / max(1, entry.shape[0]), entry.large / seen, entry.small / seen
+        if before is None:
+            return cls((raw, large, small))
+        whole, why = before.at_whole, ""
+        is_raw = raw >= max(_RAW, _MORE_RAW * whole[0])
+        if is_raw and before.is_raw:
+            why = "rows are beyond its step, and were stored as they are"
+        elif large > max(_MOST, whole[1] + _MORE):
+            why = "its values have doubled since it got its step"
+        elif small > max(_MOST, whole[2] + _MORE):
+            why = "its values have halved since it got its step"
+        return cls(whole, is_raw, why)

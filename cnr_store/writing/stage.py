@@ -101,9 +101,9 @@ def stage(
     for path, entry in staged.arrays.items():
         staged.arrays[path] = replace(entry, stored=home.moved.get(path))
     for write in rows:
-        staged.count(write.path, write.counted)
-        if write.sample is not None:
-            staged.add_sampled(write.path, write.sample.sampled)
+        staged.count(
+            write.path, write.counted if write.sample is None else [*write.counted, write.sample.counts]
+        )
     return staged
 
 

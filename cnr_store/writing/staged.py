@@ -20,7 +20,6 @@ from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node, dense_document, dense_grid
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
-from cnr_store.policies.refits import Sampled
 from cnr_store.ranks.fragments import BytesLike
 from cnr_store.writing.plan import DenseWrite, RowsWrite
 
@@ -47,8 +46,6 @@ class Staged:
     ranks: dict[int, tuple[int, float]] = field(default_factory=dict)
     # By path of an array on a grid, how many rows are stored otherwise than on it, where any are
     counts: dict[str, RowCounts] = field(default_factory=dict)
-    # By path of an array on a step that was found for it, how some of its values compare with the base of that
-    sampled: dict[str, Sampled] = field(default_factory=dict)
 
     def to_vote(self) -> dict[str, Any]:
         """What this rank put, for the rank that commits."""
@@ -63,7 +60,6 @@ class Staged:
             "state": [*self.state_sha256.items()],
             "ranks": [[rank, *wrote] for rank, wrote in self.ranks.items()],
             "counts": self.counts,
-            "sampled": self.sampled,
         }
 
     def add(self, vote: Mapping[str, Any]) -> None:
@@ -79,8 +75,6 @@ class Staged:
         self.ranks.update({rank: (nbytes, seconds) for rank, nbytes, seconds in vote["ranks"]})
         for path, counts in vote["counts"].items():
             self.count(path, [counts])
-        for path, sampled in vote["sampled"].items():
-            self.add_sampled(path, sampled)
         for path, shape, dtype, torch_dtype, stored in vote["own"]:
             shaped = np.broadcast_to(np.zeros((), dtype), tuple(shape))  # which takes no memory
             self.note_dense(DenseWrite(path, shaped, torch_dtype))
@@ -91,10 +85,6 @@ class Staged:
         total = RowCounts(*map(sum, zip(self.counts.get(path, RowCounts()), *counted, strict=True)))
         if any(total):
             self.counts[path] = total
-
-    def add_sampled(self, path: str, sampled: Iterable[int]) -> None:
-        """Add how sampled values of an array compare with the base of its step."""
-        self.sampled[path] = Sampled(*map(sum, zip(self.sampled.get(path, Sampled()), sampled, strict=True)))
 
     def note_dense(self, dense: DenseWrite) -> Doc:
         """Note a dense array; its document."""

@@ -47,7 +47,8 @@ class Copies:
     ) -> None:
         self.staging, self._compares_all = staging, compares_all
         self._code_cache, self._codecs, self._tally, self._keeps = code_cache, codecs, tally, keeps
-        self.samples: dict[str, ScaleSample] = {}  # by path of arrays whose step was found for them
+        # By path and what this rank has of arrays whose step was found for them
+        self.samples: dict[tuple[str, int, int, range], ScaleSample] = {}
 
     def rows(
         self,
@@ -154,7 +155,8 @@ class Copies:
                 written, copied = written[begin:end] - start, copied and copied.some(begin, end)
         codes = sample = None
         if self._keeps != "none" and finds_step(wanted):
-            sample = self._sample(array, range(first_row, first_row + rows))
+            key = array.path, array.shape[0], array.local_columns, range(first_row, first_row + rows)
+            sample = self.samples.get(key) or self.samples.setdefault(key, ScaleSample(*key[1:]))
         if not self._tally.is_cut(array):
             codes = self._code_cache.for_write(
                 *(array.path, codec, base, written, first_row),
@@ -182,10 +184,3 @@ class Copies:
             codes=codes,
             sample=sample,
         )
-
-    def _sample(self, array: RowArray, held: range) -> ScaleSample:
-        own = array.shape[0], array.local_columns, held
-        found = self.samples.get(array.path)
-        if found is None or not found.fits(*own):
-            found = self.samples[array.path] = ScaleSample(*own)
-        return found

@@ -22,7 +22,6 @@ from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.writing.lineage import ArrayLine
-from cnr_store.writing.steps import finds_step
 
 CONSTRUCT = "construct"
 """What ranks that compare their options are doing."""
@@ -116,13 +115,6 @@ def stored_steps(
         (array.table.name, array.nbytes): lattice.rms_step if lattice else None
         for array, lattice in zip(weights, lattices, strict=True)
     }
-
-
-def refits(arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine], codecs: CodecChoice) -> dict[str, str]:
-    """By path, why arrays are to be whole, as their step no longer fits. Of many ranks, the first alone knows."""
-    why = {path: line.fit.why_whole for path, line in lines.items() if line.fit.why_whole}
-    due = [array for array in arrays if array.path in why] if why else []
-    return {each.path: why[each.path] for each in due if finds_step(codec_of(codecs, each))}
 
 
 def row_bytes(codecs: CodecChoice, array: RowArray) -> float:

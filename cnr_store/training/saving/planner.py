@@ -22,7 +22,7 @@ from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.copies import Copies, Keeps
 from cnr_store.training.saving.explanation import Explanation, How, explained
-from cnr_store.training.saving.options import Options, codec_of, refits, row_bytes, stored_steps
+from cnr_store.training.saving.options import Options, codec_of, row_bytes, stored_steps
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import (
     Snapshot,
@@ -45,7 +45,7 @@ from cnr_store.training.tracking.moments import Factors, Moments
 from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.row_codes import CodeCache, Known, relative_codec
-from cnr_store.writing.steps import keep_step, stored_grid
+from cnr_store.writing.steps import finds_step, keep_step, stored_grid
 
 _Past = tuple[Lineage, Bitmaps]
 
@@ -60,9 +60,7 @@ class Planner:
         # Lineage, and by array, packed, the rows changed since its whole version. They are one attribute, so that an
         # interrupt never leaves the lineage of one version beside the rows of another.
         self._past: _Past = Lineage(), {}
-        self.refitted: Mapping[
-            str, str
-        ] = {}  # by path, why arrays are whole in the next version: for a new step
+        self.refitted: Mapping[str, str] = {}  # by path, why arrays are whole in the next version
         self._foreseen: tuple[_Past, Record, _Past] | None = None
         self._tables = trained.tables
         self._codecs = options.codecs
@@ -150,9 +148,14 @@ class Planner:
         self._past = self.lineage.folded(version, nbytes), since_whole
 
     def judge(self, arrays: Sequence[RowArray]) -> dict[str, Factors | None]:
-        """Which values of first moments the next version is to be without: see `Moments.judge`. Finds `refitted`."""
+        """Which values of first moments the next version is to be without: see `Moments.judge`.
+
+        Finds the arrays whose step no longer fits, too. Of many ranks, the first alone knows of these.
+        """
         self._codecs.choose_step(self.lineage.spent, stored_steps(arrays, self.lineage.lines))
-        self.refitted = refits(arrays, self.lineage.lines, self._codecs)
+        why = {path: line.fit.why_whole for path, line in self.lineage.lines.items() if line.fit.why_whole}
+        due = [each for each in arrays if each.path in why and finds_step(codec_of(self._codecs, each))]
+        self.refitted = {each.path: why[each.path] for each in due}
         wanted = self._codecs.droppable(arrays)
         return self._moments.judge(arrays, wanted, self._codec_of) if wanted else {}
 

@@ -27,6 +27,10 @@ class RowCounts(NamedTuple):
     raw: int = 0  # stored as they are
     finer: int = 0  # on a step of their own, finer than that of the others
     zero: int = 0  # decoded to zeros alone
+    # Of values in rows that a caller has sampled: not 0; beyond twice what the median was, and below half of it
+    nonzero: int = 0
+    large: int = 0
+    small: int = 0
 
 
 class Encoded(NamedTuple):
