@@ -58,13 +58,12 @@ from cnr_store.training.model.dense_state import (
 )
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import spread_state
-from cnr_store.training.model.optimizer_state import Tree, load_optimizer
+from cnr_store.training.model.optimizer_state import load_optimizer
 from cnr_store.training.model.rng_state import seed_rng, set_rng_state
 from cnr_store.training.model.row_arrays import slot_parts
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import AnyArray, assign_dense, dense_tensor
 from cnr_store.training.model.trained_model import TrainedModel
-from cnr_store.training.model.wrappers import unwrap_tree
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.lineage import Lineage
@@ -118,11 +117,10 @@ class Restore:
         )
         self._state = self._read_state()
         self._stepping, fused = split_trees(self._state.optimizers)
-        trees = self._unwrapped_trees()
         if trained.optimizers or trained.fused_position is not None:
-            named = trees if fused is None else [*trees, fused]
+            named = self._stepping if fused is None else [*self._stepping, fused]
             check_slots(named, self._match.rows, record.arrays, self._match.where)
-        moved = move_tables(self._match, trained, trees, fused, self._names)
+        moved = move_tables(self._match, trained, self._stepping, fused, self._names)
         self._fused = fit_fused(self._match, trained, moved, record.arrays)
         self._fits = self._fit_optimizers(moved) if trained.optimizers else []
         if selection.everything:
@@ -159,12 +157,6 @@ class Restore:
             min(fit.stored_rows, fit.table.rows) if fit.ids is None else len(fit.ids)
             for fit in self._match.tables
         )
-
-    def _unwrapped_trees(self) -> list[Tree]:
-        stored, given, names = self._stepping, self._trained.optimizers, {*self._names.values()}
-        # Either may be longer than the other, which `fit_optimizers` tells.
-        trees = [unwrap_tree(tree, one, names) for tree, one in zip(stored, given, strict=False)]
-        return trees + stored[len(given) :]
 
     def _fit_optimizers(self, moved: MovedTables) -> list[OptimizerFit]:
         match, excluded = self._match, self._trained.excluded

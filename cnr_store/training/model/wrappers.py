@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 _OPTIMIZERS = {
-    "accelerate.optimizer.AcceleratedOptimizer": "AcceleratedOptimizer",
-    "lightning.fabric.wrappers._FabricOptimizer": "Fabric{}",
-    "lightning.pytorch.core.optimizer.LightningOptimizer": "Lightning{}",
-    "lightning_fabric.wrappers._FabricOptimizer": "Fabric{}",
-    "pytorch_lightning.core.optimizer.LightningOptimizer": "Lightning{}",
+    "accelerate.optimizer.AcceleratedOptimizer",
+    "lightning.fabric.wrappers._FabricOptimizer",
+    "lightning.pytorch.core.optimizer.LightningOptimizer",
+    "lightning_fabric.wrappers._FabricOptimizer",
+    "pytorch_lightning.core.optimizer.LightningOptimizer",
 }
-"""Classes that leave steps and state to their ``optimizer``, with the name of the class that results."""
+"""Classes that leave steps and state to their ``optimizer``."""
 
 _PARTS = ("_forward_module", "_original_module")
 """Attributes of Fabric's model, both the same module or wrapped around it; its state dict names neither."""
@@ -45,29 +44,6 @@ def _is_wrapper(kind: type) -> bool:
 def wrapped_parts(module: nn.Module) -> tuple[str, ...]:
     """The attributes in which a module of Fabric or TorchRec has the model that it wraps; none of any other module."""
     return _MODELS.get(class_name(type(module)), ())
-
-
-def unwrap_tree(tree: dict[str, Any], optimizer: Optimizer, names: Collection[str]) -> dict[str, Any]:
-    """An optimizer's stored tree as it is without wrappers, whose names were stored before wrappers were known.
-
-    `tree`: from `optimizer_tree`.
-    `optimizer`: it may get the tree.
-    `names`: those of the model's parameters, which stay.
-    """
-
-    def unwrapped(name: str) -> str:
-        return name if name in names else ".".join(part for part in name.split(".") if part not in _PARTS)
-
-    kind = type(optimizer).__name__
-    stored_as = {name.format(kind) for name in _OPTIMIZERS.values()}
-    return {
-        **tree,
-        "class": kind if tree["class"] in stored_as else tree["class"],
-        "param_groups": [
-            {**group, "params": [*map(unwrapped, group["params"])]} for group in tree["param_groups"]
-        ],
-        "state": {unwrapped(name): state for name, state in tree["state"].items()},
-    }
 
 
 def class_name(kind: type) -> str:

@@ -11,10 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import cnr_store
 from cnr_store import OptionError, TrackedReader
-from cnr_store.training.model import optimizer_state
-from tests.test_store.support.wrapped_training import ROWS, Run, as_is, check_wrapped
+from tests.test_store.support.wrapped_training import check_wrapped
 
 
 def setup(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -25,25 +23,6 @@ def setup(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]
 @pytest.mark.slow
 def test_what_accelerate_prepares_is_stored_as_without_it(tmp_path: Path) -> None:
     check_wrapped(tmp_path, setup)
-
-
-def test_a_store_of_before_accelerate_was_known_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as unknown:
-        unknown.setattr(optimizer_state, "unwrap_optimizer", lambda optimizer: optimizer)
-        before = Run(setup)
-        assert before.save(tmp_path) == [ROWS, 2, 2]
-    for kind in (setup, as_is):
-        run = Run(kind)
-        with run.checkpointer(tmp_path) as checkpointer:
-            checkpointer.load(2)
-            assert run.same_as(before)
-            run.train(7)
-            assert checkpointer.save(3).result().rows == 1
-        again = Run(setup)
-        cnr_store.load(tmp_path, again.model, again.wrapped)
-        assert again.same_as(run)
 
 
 def test_a_reader_of_a_prepared_loader_is_told_what_to_do() -> None:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
 from cnr_store import OptionError, TrackedReader
-from cnr_store.training.model import names, optimizer_state
 from tests.test_store.integrations.lightning_fit import WARNINGS
 from tests.test_store.support.wrapped_training import ROWS, Run, check_wrapped, paths
 
@@ -56,25 +55,6 @@ def test_parts_that_fabric_wraps_have_their_own_names(tmp_path: Path) -> None:
         "tables/tower.t/sum",
         "tables/tower.t/weight",
     ]
-
-
-def test_a_store_of_before_fabric_was_known_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as unknown:
-        unknown.setattr(names, "wrapped_parts", lambda _: ())
-        unknown.setattr(optimizer_state, "unwrap_optimizer", lambda optimizer: optimizer)
-        before = Run(setup)
-        assert before.save(tmp_path) == [ROWS, 2, 2]
-    run = Run(setup)
-    with run.checkpointer(tmp_path) as checkpointer:
-        checkpointer.load()
-        assert run.same_as(before)
-        run.train(7)
-        assert checkpointer.save(3).result().rows == 1
-    again = Run(setup)
-    cnr_store.load(tmp_path, again.model, again.wrapped)
-    assert again.same_as(run)
 
 
 def test_optimizers_of_lightnings_own_loop_are_known(tmp_path: Path) -> None:
