@@ -47,6 +47,8 @@ class _Offer(Struct):
 class _Reason(Struct):
     count: Natural
     tables: list[str]
+    bytes: Natural = 0
+    delta_bytes: Natural = 0
 
 
 class _Spread(Struct):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from cnr_store.errors import listed
 from cnr_store.format.record import Record
 from cnr_store.policies.budget import Budget
+from cnr_store.policies.whole_tables import ADVICE, PAGE, describe
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import array_dtype
 
-How = Literal["tracked", "compared", "whole"]
 _MOST_RAW = 0.01
 """Of the rows written of an array on a grid, the share that may be stored as they are without a word."""
 _COLUMNS = ("table", "", "bits", "rows", "changed", "a save now", "whole", "why")
@@ -94,6 +94,7 @@ class Explanation(tuple[ExplainedTable, ...]):
             if nbytes:
                 text.append(self._stall(kind, nbytes))
         text += [f"Budget: {self.budget}."] if self.budget else []
+        text += [ADVICE] if any(table.whole or table.compared for table in self) else []
         return "\n".join(text)
 
     def _stall(self, kind: str, nbytes: int) -> str:
@@ -117,23 +118,6 @@ def _without_room(sizes: Iterable[int], limit: int) -> int:
         else:
             used += nbytes
     return left
-
-
-def explained(
-    name: str, rows: int, how: How, why: str, config: Mapping[str, Any], changed: int, row_bytes: float
-) -> ExplainedTable:
-    """What a delta would hold of a table, whose codec has this configuration."""
-    return ExplainedTable(
-        name=name,
-        rows=rows,
-        whole=how == "whole",
-        why=why,
-        bits=32 if config["id"] == "cnr_rows" else config.get("bits"),
-        changed=changed,
-        bytes=round(changed * row_bytes),
-        whole_bytes=round(rows * row_bytes),
-        compared=how == "compared",
-    )
 
 
 def _cells(table: ExplainedTable) -> tuple[str, ...]:
@@ -199,11 +183,13 @@ def save_line(stats: SaveStats, record: Record) -> str:
     """The line that the log has of a save."""
     step, kind = record.step, record.kind
     live = f" ({bytes_text(stats.live_bytes)} beyond snapshot_bytes were encoded)" if stats.live_bytes else ""
+    whole = record.policy.get("whole")
+    reasons = f"; whole are {describe(whole)}; see {PAGE}" if whole else ""
     folded = f"; {bytes_text(stats.fold_bytes)} of folds were written before" if stats.fold_bytes else ""
     return (
         f"step {step}: {kind}, {stats.rows:,} of {stats.table_rows:,} rows, {bytes_text(stats.bytes)} "
         f"({100 * stats.ratio:.1f} % of full), stalled {1000 * stats.seconds_stalled:.0f} ms{live}, "
-        f"written in {stats.seconds_writing:.1f} s{folded}{_raw_text(record)}"
+        f"written in {stats.seconds_writing:.1f} s{folded}{_raw_text(record)}{reasons}"
     )
 
 

@@ -12,16 +12,15 @@ import torch
 
 from cnr_codecs import RowCodec
 from cnr_store.format.record import Record
-from cnr_store.policies.budget import Budget
 from cnr_store.policies.past import SINCE, DeltaBytes, Since
 from cnr_store.policies.policy import Decision, Offer, decide
-from cnr_store.policies.whole_tables import summary
+from cnr_store.policies.whole_tables import ADVICE, summary
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.copies import Copies, Keeps
-from cnr_store.training.saving.explanation import Explanation, How, explained
+from cnr_store.training.saving.explanation import ExplainedTable, Explanation
 from cnr_store.training.saving.options import Options, codec_of, row_bytes, stored_steps
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import (
@@ -37,7 +36,6 @@ from cnr_store.training.saving.tally import (
     Tally,
     continues,
     place,
-    worth_whole,
 )
 from cnr_store.training.tracking.bitmap import RowIds, bitmap_bytes, count
 from cnr_store.training.tracking.comparison import Comparison
@@ -47,6 +45,8 @@ from cnr_store.writing.plan import Plan
 from cnr_store.writing.row_codes import CodeCache, Known, relative_codec
 from cnr_store.writing.steps import finds_step, keep_step, stored_grid
 
+_MIN_SHARE_TO_KEEP = 1 / 8
+"""Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 _Past = tuple[Lineage, Bitmaps]
 
 
@@ -288,14 +288,16 @@ class Planner:
             own, name = [array for array in arrays if array.table is table], table.name
             weight = ArrayOf(table.path, table)
             rows = sets.of(weight, since) if table.path in self._since_whole else taken.dirty[name]
-            how: How = "compared" if table.path in taken.compared else "whole"
             why = self.refitted.get(table.path) or unsafe.get(name)
-            if why is None:
-                how, why = "tracked", ways[name]
-            changed = table.local_rows if how == "whole" else count(rows)
-            nbytes = sum(row_bytes(self._codecs, each) for each in own)
+            is_compared = why is not None and table.path in taken.compared
+            is_whole = why is not None and not is_compared
+            changed = table.local_rows if is_whole else count(rows)
             config = codec_of(self._codecs, own[0]).get_config()
-            tables.append(explained(name, table.rows, how, why, config, changed, nbytes))
+            bits = 32 if config["id"] == "cnr_rows" else config.get("bits")
+            size = sum(row_bytes(self._codecs, each) for each in own)
+            sizes = changed, round(changed * size), round(table.rows * size)
+            of_table = name, table.rows, is_whole, why or ways[name], bits, *sizes, is_compared
+            tables.append(ExplainedTable(*of_table))
         return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, self._codecs.budget)
 
     def plan(
@@ -308,12 +310,12 @@ class Planner:
         lineage = self.lineage
         reasons: dict[str, str] = {}
         if not decision.full:
-            reasons = _worth_whole(snapshot, decision.since, changed, self._codecs, self._since_whole)
+            reasons = _worth_whole(snapshot.arrays, decision.since, changed, self._codecs, self._since_whole)
             reasons |= self._whole_reasons(snapshot)
         whole = {array.path for array in snapshot.arrays} if decision.full else reasons.keys()
         sets = self._sets(snapshot.taken, self._since_whole)
         rows = self._copies.rows(decision, snapshot, sets, self.lineage.lines, changed, whole, pending)
-        policy = _policy_document(decision, snapshot, reasons, self._codecs.budget)
+        policy = _policy_document(decision, snapshot, changed, reasons, self._codecs)
         live_bytes, live_threads = self._copies.staging.left_bytes, torch.get_num_threads()
 
         def finish() -> Plan:
@@ -351,24 +353,40 @@ class Planner:
 
 
 def _worth_whole(
-    snapshot: Snapshot, since: Since, changed: Changed, codecs: CodecChoice, known: Collection[str]
+    arrays: Sequence[RowArray], since: Since, changed: Changed, codecs: CodecChoice, known: Collection[str]
 ) -> dict[str, str]:
-    """The arrays that cost no more whole than as a delta, by path. Relative rows of all cost less."""
-    due = [each for each in snapshot.arrays if changed.rows(since, each.path) == each.shape[0]]
-    absolute = [each for each in due if relative_codec(codec_of(codecs, each)) is None]
-    return dict.fromkeys(worth_whole(absolute, snapshot.arrays, since, known), "all of its rows changed")
+    """Why arrays are whole, by path: all rows changed, and are not relative, so that a delta takes no less.
+
+    Later deltas depend on a whole, so retention keeps this version with everything in it. Small arrays are not
+    worth that where their delta would depend on the baseline, which is kept anyway.
+
+    `known`: by `Table.path`, the tables of which a whole version is known.
+    """
+    due = [each for each in arrays if changed.rows(since, each.path) == each.shape[0]]
+    due = [each for each in due if relative_codec(codec_of(codecs, each)) is None]
+    its, all_bytes = (
+        sum(each.nbytes for each in some if each.is_weight) for some in (due, arrays if due else ())
+    )
+    is_much = since == "previous" or its >= _MIN_SHARE_TO_KEEP * all_bytes
+    worth = [each.path for each in due if is_much or each.table.path not in known]
+    return dict.fromkeys(worth, "all of its rows changed")
 
 
 def _policy_document(
-    decision: Decision, snapshot: Snapshot, reasons: Mapping[str, str], budget: Budget | None
+    decision: Decision, snapshot: Snapshot, changed: Changed, reasons: Mapping[str, str], codecs: CodecChoice
 ) -> dict[str, Any]:
     """What the record says of a decision. `reasons`: why arrays are whole, by path."""
     policy, weights = asdict(decision), [each for each in snapshot.arrays if each.is_weight]
     if whole := {each.table.name: reasons[each.path] for each in weights if each.path in reasons}:
-        policy["whole"] = summary(whole)
+        sizes = dict.fromkeys(whole, (0.0, 0.0))
+        for each in snapshot.arrays:
+            if each.path in reasons and (own := sizes.get(each.table.name)) is not None:
+                rows, size = changed.rows(decision.since, each.path), row_bytes(codecs, each)
+                sizes[each.table.name] = own[0] + size * each.shape[0], own[1] + size * rows
+        policy |= {"whole": summary(whole, sizes), "advice": ADVICE}
     names = {array.table.name for array in snapshot.arrays if array.path in snapshot.compared}
     if compared := {name: why for name, why in snapshot.unsafe.items() if name in names}:
         policy["compared"] = summary(compared)
-    if budget is not None:
-        policy["budget"] = {"percent": budget.percent, "rms_step": budget.rms_step}
+    if codecs.budget is not None:
+        policy["budget"] = {"percent": codecs.budget.percent, "rms_step": codecs.budget.rms_step}
     return policy

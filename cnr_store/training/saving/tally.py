@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -22,8 +22,6 @@ from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Held
 
 Bitmaps = dict[str, Bitmap]
-_MIN_SHARE_TO_KEEP = 1 / 8
-"""Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
 
 
 @dataclass(frozen=True)
@@ -267,26 +265,6 @@ def slice_rows(flags: Bitmap, first_row: int, rows: int) -> Bitmap:
         return flags[first:last] & full_bitmap(rows)
     bits = np.unpackbits(flags[first:last], bitorder="little")
     return np.packbits(bits[start : start + rows], bitorder="little")
-
-
-def worth_whole(
-    changed: Sequence[RowArray], arrays: Sequence[RowArray], since: Since, known: Collection[str]
-) -> set[str]:
-    """Paths of arrays whose rows all changed, so that writing them whole costs no more than a delta.
-
-    Later deltas depend on a whole, so retention keeps this version with everything in it. Small arrays are not
-    worth that where their delta would depend on the baseline, which is kept anyway.
-
-    `changed`: arrays whose rows all changed, and are not relative: these take less as a delta.
-    `known`: by `Table.path`, the tables of which a whole version is known.
-    """
-    if not changed:
-        return set()
-    their_bytes, all_bytes = (
-        sum(each.nbytes for each in some if each.is_weight) for some in (changed, arrays)
-    )
-    is_much = since == "previous" or their_bytes >= _MIN_SHARE_TO_KEEP * all_bytes
-    return {array.path for array in changed if is_much or array.table.path not in known}
 
 
 def continues(array: RowArray, line: ArrayLine | None) -> bool:

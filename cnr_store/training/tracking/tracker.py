@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.policies.whole_tables import describe, summary
+from cnr_store.policies.whole_tables import ADVICE, describe, summary
 from cnr_store.training.distributed.torchrec import ShardedModule
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
@@ -222,9 +222,10 @@ class Tracker:
         new = {name: reason for name, reason in reasons.items() if (name, reason) not in self._logged}
         self._logged.update(new.items())
         if len(new) == 1:
-            log.warning("table %r is compared with what is stored: %s", next(iter(new)), *new.values())
+            log.warning("table %r is compared with what is stored: %s. %s", *new.popitem(), ADVICE)
         elif new:
-            log.warning("%d tables are compared with what is stored: %s", len(new), describe(summary(new)))
+            told = len(new), describe(summary(new)), ADVICE
+            log.warning("%d tables are compared with what is stored: %s. %s", *told)
 
     def warn_of_strangers(self, owned: Callable[[], Collection[int]], objects: object) -> None:
         """See `SteppedTables.warn_of_strangers`."""
