@@ -43,10 +43,12 @@ class Update:
         Its tables and dense tensors by name.
     """
 
-    def __init__(self, catalog: Catalog, record: Record, before: _Held, seen: SeenCodes) -> None:
+    def __init__(
+        self, catalog: Catalog, record: Record, before: _Held, seen: SeenCodes, tables: Names
+    ) -> None:
         self._catalog, self._seen = catalog, seen
-        self._record = record
-        self._paths = model_arrays(record)
+        self._record, self._tables = record, tables
+        self._paths = model_arrays(record, tables)
         self._before: _Held = before
         self._taken = False
         self.version = VersionInfo.from_record(record)
@@ -72,7 +74,7 @@ class Update:
 
         Empty if it is unknown what the follower holds (`since` is None or was deleted): drop what is not in `arrays`.
         """
-        held = self._records_held() or ()
+        held = self._records_held() or () if self._tables is None else ()  # each version has those asked for
         return frozenset(name for record in held for name in model_arrays(record)) - self.arrays.keys()
 
     def blocks(self) -> Iterator[Block]:
@@ -108,9 +110,13 @@ class Update:
             The model does not fit the version; it is unchanged.
         VersionNotFoundError, CorruptionError
             As from `blocks`. The model is then partly overwritten.
+        OptionError
+            The update has some tables alone.
         ImportError
             There is no torch.
         """
+        if self._tables is not None:
+            raise OptionError(f"{self!r} has tables={[*self._tables]} alone: take its blocks()")
         try:
             from cnr_store.following.apply import block_writer
         except ModuleNotFoundError as error:
@@ -198,9 +204,10 @@ class Update:
 
 _Held = Update | tuple[str, ...] | None
 Since = Version | Update | Sequence[Version] | None
+Names = Sequence[str] | None
 
 
-def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Update]:
+def follow(url: Url, since: Since = None, tables: Names = None, **storage_options: Any) -> Iterator[Update]:
     """Updates to all versions committed after `since`, oldest first; ends when there is no newer one.
 
     Where there is no store at all, the log says so.
@@ -218,6 +225,8 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
         one of them was deleted, or the store was put back from a copy, the first update brings everything. In the same
         process, the last `Update` itself, however much of it was taken: it keeps what was read of the store, and the
         codes of rows that later ones may be relative to.
+    tables
+        Names of tables, which each version must have: all else, also what is dense, is left out and not read.
     storage_options
         For the filesystem, as in fsspec.
 
@@ -228,23 +237,25 @@ def follow(url: Url, since: Since = None, **storage_options: Any) -> Iterator[Up
     EmptyStoreError
         The store that had `since`, or an update before, has no versions any more. It may come while updates are taken.
     OptionError
-        `since` is empty.
+        `since` is empty, or an `Update` without some of `tables`; or, as they are taken, a version has no such table.
     FormatError, cnr_backends.OpenError
     """
     catalog = Catalog(open_backend(url, **storage_options))
     if not catalog.check_format() and since is None:
         tell_of_no_store(catalog.backend.url)
     if since is None:
-        return _updates(catalog, None, "", SeenCodes())
+        return _updates(catalog, None, "", SeenCodes(), tables)
     if isinstance(since, Update):
+        if since._tables is not None and (tables is None or {*tables} - {*since._tables}):
+            raise OptionError(f"{since!r} has tables={[*since._tables]} alone: give no others")
         catalog.learn(since._catalog, since.version.id)
-        return _updates(catalog, since, since.version.id, since._seen)
+        return _updates(catalog, since, since.version.id, since._seen, tables)
     versions = list(since) if isinstance(since, Iterable) and not isinstance(since, str) else [since]
     if not versions:
         raise OptionError("since=[]: give the version held, or None if there is none")
     held = tuple(_id(catalog, version) for version in versions)
     # From the oldest on, so that the update that was cut off comes again if its version still exists.
-    return _updates(catalog, held, min(held), SeenCodes())
+    return _updates(catalog, held, min(held), SeenCodes(), tables)
 
 
 def _id(catalog: Catalog, version: Version) -> str:
@@ -255,7 +266,9 @@ def _id(catalog: Catalog, version: Version) -> str:
     return catalog.find(version).id
 
 
-def _updates(catalog: Catalog, before: _Held, newest: str, seen: SeenCodes) -> Iterator[Update]:
+def _updates(
+    catalog: Catalog, before: _Held, newest: str, seen: SeenCodes, tables: Names
+) -> Iterator[Update]:
     while True:
         listed_after, ids = newest, catalog.ids()
         for version in reversed(ids):
@@ -263,7 +276,7 @@ def _updates(catalog: Catalog, before: _Held, newest: str, seen: SeenCodes) -> I
             # None if it was seen already, never committed, not yet, or deleted since it was listed.
             if record is not None:
                 newest = version
-                before = update = Update(catalog, record, before, seen)
+                before = update = Update(catalog, record, before, seen, tables)
                 yield update
         if newest != listed_after:
             continue

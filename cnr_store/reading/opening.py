@@ -109,12 +109,7 @@ def state_dict(
     EmptyStoreError, VersionNotFoundError, CorruptionError
     """
     catalog, record = open_record(url, version, **storage_options)
-    arrays = model_arrays(record)
-    if isinstance(tables, str):
-        raise OptionError(f"tables={tables!r} is one name: give a list of names")
-    if tables is not None:
-        wanted = {_find_table(record, name) for name in tables}
-        arrays = {name: path for name, path in arrays.items() if path in wanted}
+    arrays = model_arrays(record, tables)
     dense = {name: path for name, path in arrays.items() if record.arrays[path].kind == "dense"}
     readers = [ArrayReader(catalog, record, path) for name, path in arrays.items() if name not in dense]
     with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
@@ -126,9 +121,12 @@ def state_dict(
     }
 
 
-def model_arrays(record: Record) -> dict[str, str]:
-    """Paths of a version's tables and dense tensors by the model's names, each tied tensor once."""
-    paths = {path: own_names(path) for path in record.arrays}
+def model_arrays(record: Record, tables: Sequence[str] | None = None) -> dict[str, str]:
+    """Paths of a version's tables and dense tensors by the model's names, each tied tensor once; or of these tables."""
+    if isinstance(tables, str):
+        raise OptionError(f"tables={tables!r} is one name: give a list of names")
+    wanted = record.arrays if tables is None else {_find_table(record, name): None for name in tables}
+    paths = {path: own_names(path) for path in wanted}
     return {names[-1]: path for path, names in paths.items() if names}
 
 

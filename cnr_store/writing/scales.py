@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -17,7 +16,7 @@ from cnr_store.writing.rows import Block, CodedRows
 _ROWS = 1024
 """Looked at of an array, or more. Where rows' sizes are log-normal, sigma 2, the median of these is off by 8 %."""
 _SEEN = 100
-"""Values other than 0, for their median to say something."""
+"""Values other than 0 without which their median says nothing: more than half of so many have to be on one side."""
 _RAW, _MORE_RAW = 0.01, 2
 """Of all rows, those that no code can take; and how many times those of the whole version."""
 _MOST, _MORE = 0.5, 0.1
@@ -72,7 +71,7 @@ class Fit(NamedTuple):
 
         Only what grew counts: rows that no step can take, such as of NaN, make an array whole once.
         """
-        seen = entry.nonzero if entry.nonzero >= _SEEN else math.inf
+        seen = max(entry.nonzero, _SEEN)
         raw, large, small = entry.raw / max(1, entry.shape[0]), entry.large / seen, entry.small / seen
         if before is None:
             return cls((raw, large, small))

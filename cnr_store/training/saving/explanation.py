@@ -183,8 +183,7 @@ def save_line(stats: SaveStats, record: Record) -> str:
     """The line that the log has of a save."""
     step, kind = record.step, record.kind
     live = f" ({bytes_text(stats.live_bytes)} beyond snapshot_bytes were encoded)" if stats.live_bytes else ""
-    whole = record.policy.get("whole")
-    reasons = f"; whole are {describe(whole)}; see {PAGE}" if whole else ""
+    reasons = f"; whole are {describe(whole)}; see {PAGE}" if (whole := record.policy.get("whole")) else ""
     folded = f"; {bytes_text(stats.fold_bytes)} of folds were written before" if stats.fold_bytes else ""
     return (
         f"step {step}: {kind}, {stats.rows:,} of {stats.table_rows:,} rows, {bytes_text(stats.bytes)} "

@@ -60,7 +60,9 @@ class Planner:
         # Lineage, and by array, packed, the rows changed since its whole version. They are one attribute, so that an
         # interrupt never leaves the lineage of one version beside the rows of another.
         self._past: _Past = Lineage(), {}
-        self.refitted: Mapping[str, str] = {}  # by path, why arrays are whole in the next version
+        self.refitted: Mapping[
+            str, str
+        ] = {}  # by path, why the next version has arrays whole: `Fit`, at the first rank
         self._foreseen: tuple[_Past, Record, _Past] | None = None
         self._tables = trained.tables
         self._codecs = options.codecs
@@ -148,10 +150,7 @@ class Planner:
         self._past = self.lineage.folded(version, nbytes), since_whole
 
     def judge(self, arrays: Sequence[RowArray]) -> dict[str, Factors | None]:
-        """Which values of first moments the next version is to be without: see `Moments.judge`.
-
-        Finds the arrays whose step no longer fits, too. Of many ranks, the first alone knows of these.
-        """
+        """Which values of first moments the next version is to be without: see `Moments.judge`. Finds `refitted`."""
         self._codecs.choose_step(self.lineage.spent, stored_steps(arrays, self.lineage.lines))
         why = {path: line.fit.why_whole for path, line in self.lineage.lines.items() if line.fit.why_whole}
         due = [each for each in arrays if each.path in why and finds_step(codec_of(self._codecs, each))]
@@ -295,9 +294,9 @@ class Planner:
             config = codec_of(self._codecs, own[0]).get_config()
             bits = 32 if config["id"] == "cnr_rows" else config.get("bits")
             size = sum(row_bytes(self._codecs, each) for each in own)
-            sizes = changed, round(changed * size), round(table.rows * size)
-            of_table = name, table.rows, is_whole, why or ways[name], bits, *sizes, is_compared
-            tables.append(ExplainedTable(*of_table))
+            told = name, table.rows, is_whole, why or ways[name], bits, changed
+            sizes = round(changed * size), round(table.rows * size)
+            tables.append(ExplainedTable(*told, *sizes, is_compared))
         return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, self._codecs.budget)
 
     def plan(

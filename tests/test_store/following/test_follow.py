@@ -21,7 +21,7 @@ from cnr_store import (
     VersionInfo,
     VersionNotFoundError,
 )
-from tests.test_store.following.followed_runs import DIM, ROWS, Model, Run, only, rows_of
+from tests.test_store.following.followed_runs import DIM, ROWS, Counting, Model, Run, only, rows_of
 from tests.test_store.support.follower import Follower
 from tests.test_store.support.retention_helpers import delete_version
 
@@ -216,6 +216,54 @@ def test_tied_tables_come_once(tmp_path: Path) -> None:
     assert update.arrays["a.weight"].is_table
     assert [block.name for block in update.blocks()] == ["a.weight"]
     assert cnr_store.state_dict(tmp_path).keys() == {"a.weight", "b.weight"}
+
+
+# Of some tables
+
+
+def test_chosen_tables_come_alone(tmp_path: Path) -> None:
+    """And nothing else is read."""
+    run = Run(tmp_path, policy="consecutive")
+    held, _, _ = run.save(1, 2), run.save(3), run.save(4, 5)
+    everything, chosen = Counting(tmp_path), Counting(tmp_path)
+    whole, *_, last = (list(update.blocks()) for update in cnr_store.follow(everything))
+    (first, *_, newest) = (
+        (update, list(update.blocks())) for update in cnr_store.follow(chosen, tables=["items"])
+    )
+    assert first[0].arrays.keys() == first[0].whole == {"items.weight"}
+    assert [block.name for block in first[1]] == ["items.weight"]
+    for found, expected in ((first[1], whole), (newest[1], last)):
+        (values,) = (block.values for block in found)
+        (same,) = (block.values for block in expected if block.name == "items.weight")
+        np.testing.assert_array_equal(values, same)
+    assert chosen.nbytes < everything.nbytes / 3
+    assert [rows_of(update, "items.weight") for update in cnr_store.follow(tmp_path, held, ["items"])] == [
+        [3],
+        [4, 5],
+    ]
+    assert {*cnr_store.state_dict(tmp_path, tables=["items"])} == {"items.weight"}
+
+
+def test_what_has_some_tables_is_no_whole_update(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    (update,) = cnr_store.follow(tmp_path, tables=["items", "users"])
+    with pytest.raises(OptionError, match=r"has tables=\['items', 'users'\] alone"):
+        update.apply(run.model)
+    run.save(2)
+    (newer,) = cnr_store.follow(tmp_path, update, ["items"])
+    assert rows_of(newer, "items.weight")
+    assert not newer.removed
+    for tables in (None, ["items", "top"]):
+        with pytest.raises(OptionError, match="alone: give no others"):
+            cnr_store.follow(tmp_path, update, tables)
+    for wrong, why in (
+        (["usrs"], "no array 'usrs': there are users"),
+        (["top.bias"], "no table"),
+        ("items", "a list"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            list(cnr_store.follow(tmp_path, tables=wrong))
 
 
 # Deleted while it is read, or damaged
