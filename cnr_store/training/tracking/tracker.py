@@ -72,9 +72,6 @@ class Tracker:
         self._stepped = SteppedTables(self._trackers.values(), self._optimizers)
         self._logged: set[tuple[str, str]] = set()
         self._hooks = ExitStack()
-        self._hooked: weakref.WeakSet[torch.Tensor] = (
-            weakref.WeakSet()
-        )  # parameters whose gradients are noted
         self._find_owners()
         self._sharded = ShardedLookups(sharded, list(self._trackers.values()), self._hooks)
         self._close = weakref.finalize(self, self._hooks.close)
