@@ -16,7 +16,7 @@ import numpy as np
 from cnr_store.errors import CheckpointError, SaveError, UnsupportedModelError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps
-from cnr_store.ranks.decisions import decode, encode
+from cnr_store.ranks.decisions import decode, encode, named
 from cnr_store.ranks.group import Document, Group, Judge
 from cnr_store.ranks.owners import few_owners, split_by_size
 from cnr_store.ranks.placement import Piece, Placement
@@ -120,14 +120,9 @@ def check_alike(
             by_value.setdefault(doc.get(name), []).append(rank)
         if len(by_value) > 1:
             said = "; ".join(
-                f"{value!r} on {_ranks(ranks)}" for value, ranks in list(by_value.items())[:_SHOWN]
+                f"{value!r} on {named(ranks)}" for value, ranks in list(by_value.items())[:_SHOWN]
             )
             raise kind(f"{phase}: {name} differs between ranks: {said}. Give all ranks the same")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{', ...' if len(ranks) > _SHOWN else ''}"
 
 
 class Layout:
@@ -255,7 +250,7 @@ def check_dense(phase: str, documents: Sequence[Document]) -> None:
         differing = [rank for rank, doc in enumerate(documents) if doc["dense"][kind] != digest]
         if differing:
             raise SaveError(
-                f"{phase}: {kind} have other names, shapes or types on {_ranks(differing)} than on rank 0. Give all "
+                f"{phase}: {kind} have other names, shapes or types on {named(differing)} than on rank 0. Give all "
                 "ranks the same model and optimizers"
             )
 
