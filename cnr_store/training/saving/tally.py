@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,21 +45,14 @@ class Changed:
         return found
 
 
-class _Array(Protocol):
-    """An array of a table."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def table(self) -> Table: ...
-
-
 class ArrayOf(NamedTuple):
     """An array of a table, without its memory."""
 
     path: str
     table: Table
+
+
+_Array = RowArray | ArrayOf
 
 
 @dataclass(frozen=True)
