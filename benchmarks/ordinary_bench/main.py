@@ -15,7 +15,7 @@ import torch
 from benchmarks.codec_bench.machine import describe
 from benchmarks.codec_bench.movielens import DemoDataError, find_data, load_features
 from benchmarks.codec_bench.targets import Target
-from benchmarks.relative_bench.stores import Setting, lattice, volumes
+from benchmarks.relative_bench.stores import Setting, adaptive, lattice, volumes
 from benchmarks.relative_bench.trace import DenseMovieLens, DenseName, OptimizerName, Size, Training
 from benchmarks.relative_bench.volumes import Make, times_less
 from benchmarks.volumes_bench.runs import full_sizes
@@ -29,10 +29,9 @@ _SPARSE: dict[OptimizerName, float | None] = {"SGD": 0.005, "row-wise Adagrad": 
 _SETTINGS = [
     Setting("defaults", policy="intermittent"),
     Setting("defaults, all versions kept"),
+    Setting("defaults, whole", policy="full"),
     Setting("lattice 0.1, state auto, relative", lattice(0.1), "intermittent", "auto"),
-    Setting("lattice 0.1, state auto, relative, all versions kept", lattice(0.1), state_bits="auto"),
-    Setting("lattice 0.1, state auto, whole", lattice(0.1), "full", "auto"),
-    Setting("budget 0.01", policy="intermittent", budget=0.01),
+    Setting("8 bits, exact state", adaptive(8), "intermittent"),
 ]
 # Times less written than torch.save, by training, of "defaults" and of those that keep all versions; None: no aim.
 _AIMS: dict[str, tuple[float, float | None]] = {

@@ -13,9 +13,8 @@ from typing import Any, Self
 
 from cnr_store.policies.checks import number
 
-DEFAULT_BUDGET: float | None = None
-AUTO_BUDGET = 0.01
-"""What ``codec="auto"`` stands for: per cent of the loss."""
+DEFAULT_BUDGET = 0.01
+"""Per cent of the loss: the bar of the Check-N-Run paper. ``codec="auto"`` stands for it, too."""
 
 COST_FACTOR = 0.1
 """Per cent of the loss that a restore costs at most, over the square of its step."""
@@ -44,8 +43,10 @@ class Budget:
         return cls(percent, 0.0, next_step(percent, ())[0])
 
     def __str__(self) -> str:
-        rounded = f"are rounded to {self.rms_step:.3g} of their scale" if self.rms_step else "are lossless"
-        return f"{self.percent:g} % of the loss, {self.spent:.2g} % spent by restores: tables {rounded}"
+        stored = (
+            f"steps of {self.rms_step:.3g} of a table's scale" if self.rms_step else "tables are lossless"
+        )
+        return f"{self.percent:g} % of the loss, {self.spent:.2g} % spent: {stored}"
 
 
 def check_budget(budget: Any) -> float | None:

@@ -90,12 +90,14 @@ class Checkpointer:
         at each save by cost.
     budget
         Per cent of the loss that all restores of the run together may cost: rows and optimizer state are rounded so
-        much, 0 not at all. `bits`, `codec` and `state_bits` overrule it where they name tables or state.
+        much, 0 not at all. `bits`, `codec` and `state_bits` overrule it where they name tables or state, and
+        `expected_restores` does. None is none: 8 bits, and exact state.
     bits
-        Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto``, or a mapping from name patterns to these.
+        Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto`` (as the budget says), or a mapping from name
+        patterns to these.
     codec
         Another codec for the rows: a name, configuration or object, or a mapping from name patterns to these. ``auto``
-        is ``budget=0.01``.
+        is the default budget.
     state_bits
         Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (that many bits of
         the mantissa, entropy-coded), ``"m23"`` (lossless, in fewer bytes), ``"auto"``, or a mapping to
@@ -104,7 +106,7 @@ class Checkpointer:
         ``auto`` is ``"m3"``, but first moments of torch's Adam, AdamW, NAdam, RAdam, SGD and RMSprop are stored without
         what moves a weight by less than a quarter of the step of its lattice, and ``"m1"``.
     expected_restores
-        Failures per node and hour, nodes and hours that the run is planned for. ``bits="auto"`` chooses by them.
+        Failures per node and hour, nodes and hours that the run is planned for. They choose the bits, and not a budget.
     restores_per_save
         Restores to expect between two saves. ``policy="auto"`` weighs the cost of reading by them.
     state

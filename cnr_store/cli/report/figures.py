@@ -13,6 +13,7 @@ from cnr_store.cli.facts import UNREAD, Facts, StoreFacts, codec_text, health, r
 from cnr_store.errors import EmptyStoreError
 from cnr_store.format.layout import decode_name
 from cnr_store.format.record import Record
+from cnr_store.policies.budget import Budget
 from cnr_store.policies.whole_tables import describe
 
 MAX_TABLES = 100
@@ -43,7 +44,7 @@ class Decisions:
     kind: str  # kind, policy, reason: what they are, and why; of the newest one, if reasons differ in a number alone
     policy: str
     reason: str
-    width: str  # what bits="auto" stood for, and why; empty where no table asked for it
+    width: str  # the budget, or the bits of tables that no option names, and why; empty if all are named
     whole: str  # which tables were whole because what changed of them was unknown, and why; empty if none was
 
 
@@ -163,7 +164,7 @@ def _decisions(records: Iterable[Record]) -> list[Decisions]:
             record.kind,
             _text(policy.get("policy")),
             _text(policy.get("reason")),
-            _width(policy.get("bits")),
+            _width(record),
             _text(describe(policy["whole"])) if policy.get("whole") else "",
         )
         alike = tuple(re.sub(r"\d+", "0", text) for text in told)
@@ -175,8 +176,11 @@ def _decisions(records: Iterable[Record]) -> list[Decisions]:
     return [run for _, run in runs]
 
 
-def _width(bits: Any) -> str:
-    """The width that "auto" stands for, and the reason."""
+def _width(record: Record) -> str:
+    """How tables that no option names are rounded: by a budget, or by bits and why so many."""
+    budget, bits = record.policy.get("budget"), record.policy.get("bits")
+    if budget:
+        return _text(Budget(**budget, spent=record.spent))
     return f"{_text(bits[0])} bits: {_text(bits[1])}" if isinstance(bits, list) and len(bits) == 2 else ""
 
 

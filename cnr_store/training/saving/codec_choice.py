@@ -21,7 +21,6 @@ from cnr_codecs import (
 from cnr_codecs.payload.coded import MAX_MANTISSA
 from cnr_store.errors import OptionError
 from cnr_store.policies.budget import (
-    AUTO_BUDGET,
     DEFAULT_BUDGET,
     MIN_STATE_BUDGET,
     STATE,
@@ -89,11 +88,12 @@ def takes_changing_rows(codec: RowCodec) -> bool:
 class CodecChoice:
     """Chooses codecs by the names of tables and of optimizer state.
 
-    `bits`: 2, 3, 4, 8, 32, ``"auto"``, or a mapping from name patterns to these.
+    `bits`: 2, 3, 4, 8, 32, ``"auto"``, or a mapping from name patterns to these. ``"auto"`` is what a budget asks
+    for, or the width that `expected` allows if it is given.
     `codec`: None (uniform, adaptive, of `bits`); a name, configuration or object that `cnr_codecs.row_codec` takes; or
-    a mapping from name patterns to these. `bits` then applies to the tables that no pattern fits. ``"auto"`` is the
-    budget `AUTO_BUDGET`.
-    `expected`: the restores that ``bits="auto"`` chooses a width by.
+    a mapping from name patterns to these. `bits` then applies to the tables that no pattern fits. ``"auto"`` is
+    `DEFAULT_BUDGET`.
+    `expected`: the restores that widths are chosen by, in place of the default budget.
     `state_bits`: see `StateWidths`. None is lossless, or what a budget stands for.
     `budget`: per cent of the loss that restores may cost. Tables that neither `bits` nor `codec` names go by it.
     """
@@ -106,7 +106,12 @@ class CodecChoice:
         state_bits: StateBits | None = None,
         budget: float | None = None,
     ) -> None:
-        self._bits = check_bits("auto" if bits is None else bits)
+        check_bits("auto" if bits is None else bits)
+        if expected is None:
+            bits = None if bits == "auto" else bits
+        elif bits is codec is None and not _is_asked(budget):
+            bits = "auto"
+        self._bits: Bits = "auto" if bits is None else bits
         self._expected = expected
         self._auto, _ = auto_bits(expected, 0)
         self._patterns: Mapping[str, RowCodec] = {}
@@ -146,7 +151,7 @@ class CodecChoice:
     def _may_be_auto(self) -> bool:
         """Whether a table may get the width that ``"auto"`` stands for."""
         if isinstance(self._bits, Mapping):
-            return self.budget is None or "auto" in self._bits.values()
+            return self.budget is None or (self._expected is not None and "auto" in self._bits.values())
         return self._single is None and self._bits == "auto" and self.budget is None
 
     def check_tables(self, tables: Sequence[str]) -> None:
@@ -196,7 +201,8 @@ class CodecChoice:
     def _goes_by_budget(self, table: str, table_bytes: int) -> bool:
         named = {**self._patterns, **(self._bits if isinstance(self._bits, Mapping) else {})}
         is_large = table_bytes >= LOSSLESS_BELOW_BYTES
-        return self.budget is not None and is_large and match_pattern(named, table) is None
+        by_budget = (None,) if self._expected else (None, "auto")
+        return self.budget is not None and is_large and match_pattern(named, table) in by_budget
 
     def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
         """Compile the kernels that saving and loading these tables will run, one a step.
@@ -279,9 +285,9 @@ def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:
 
 def _budget_of(bits: Bits | None, codec: CodecOption, budget: float | None) -> Budget | None:
     """The budget of a new run, None where `bits` or `codec` overrule it. Such as name tables leave it the others."""
-    percent, is_asked = check_budget(budget), budget != DEFAULT_BUDGET
+    percent, is_asked = check_budget(budget), _is_asked(budget)
     if _is_auto(codec):
-        percent, is_asked, codec = AUTO_BUDGET if percent is None else percent, True, None
+        percent, is_asked, codec = DEFAULT_BUDGET if percent is None else percent, True, None
     of_all = [each for each in (("bits", bits), ("codec", codec)) if not _names_tables(each[1])]
     if of_all and is_asked:
         raise OptionError(
@@ -291,9 +297,16 @@ def _budget_of(bits: Bits | None, codec: CodecOption, budget: float | None) -> B
     return None if percent is None or of_all else Budget.new(percent)
 
 
+def _is_asked(budget: float | None) -> bool:
+    """Whether it differs from what holds where nobody asks for one."""
+    return budget not in (None, DEFAULT_BUDGET)
+
+
 def _is_auto(codec: CodecOption) -> bool:
     return isinstance(codec, str) and codec == "auto"
 
 
 def _names_tables(option: object) -> bool:
-    return option is None or (isinstance(option, Mapping) and "id" not in option)
+    return option is None or (
+        isinstance(option, Mapping) and "id" not in option and option.get("*", "auto") == "auto"
+    )

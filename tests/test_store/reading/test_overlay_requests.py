@@ -105,7 +105,7 @@ def test_rows_far_apart_share_the_chunk_of_a_delta_that_spans_them() -> None:
 
 def test_neighbours_that_are_asked_for_together_are_fetched_together() -> None:
     backend = CountingBackend(open_backend(MemoryStore()))
-    table = Huge(40_000, 64, np.arange(0, 40_000, 100))
+    table = Huge(80_000, 64, np.arange(0, 80_000, 200))
     table.write(backend, 2)  # all of its chunks are complete
     backend.reset()
     array = _open(backend)

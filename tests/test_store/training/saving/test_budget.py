@@ -269,12 +269,13 @@ def test_options_that_name_tables_or_state_overrule_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"budget": 0.01, "bits": 4}, "budget=0.01 and bits=4: each says"),
+        ({"budget": 0.02, "bits": 4}, "budget=0.02 and bits=4: each says"),
+        ({"budget": 0.02, "bits": {"table": 4, "*": 8}}, "budget=0.02 and bits={'table': 4, "),
         ({"budget": 0, "codec": "cnr_lattice"}, "budget=0 and codec='cnr_lattice': each says"),
-        ({"budget": 0.01, "bits": 32, "codec": "cnr_rows"}, "budget=0.01 and bits=32 and codec='cnr_rows'"),
+        ({"budget": 0, "bits": 32, "codec": "cnr_rows"}, "budget=0 and bits=32 and codec='cnr_rows'"),
         ({"codec": "auto", "bits": 4}, "budget=0.01 and bits=4"),
         (
-            {"budget": 0.01, "expected_restores": {"failures_per_node_hour": 1, "nodes": 1, "hours": 1}},
+            {"budget": 0.02, "expected_restores": {"failures_per_node_hour": 1, "nodes": 1, "hours": 1}},
             "expected",
         ),
         ({"budget": -1}, "budget=-1; give a number of at least 0 and at most 100"),
@@ -287,10 +288,35 @@ def test_options_that_contradict_it(tmp_path: Path, options: dict[str, Any], sai
         Checkpointer(tmp_path, Model(), **options)
 
 
-def test_codec_auto_is_a_budget(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, Model(), codec="auto") as checkpointer:
+@pytest.mark.parametrize("options", [{}, {"codec": "auto"}, {"bits": "auto"}, {"bits": {"*": "auto"}}])
+def test_auto_is_the_budget_that_holds_by_default(tmp_path: Path, options: dict[str, Any]) -> None:
+    with Checkpointer(tmp_path, Model(), **options) as checkpointer:
         found = record(tmp_path, checkpointer.save(0).result().id)
     assert found.policy["budget"] == {"percent": 0.01, "rms_step": pytest.approx(0.1)}
+    assert step_of(found) == step_of(found, "column") == pytest.approx(0.1)
+
+
+EXPECTED = {"failures_per_node_hour": 1, "nodes": 1, "hours": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({"bits": 4}, 4),
+        ({"bits": {"table": 4, "*": 8}}, 4),
+        ({"codec": {"id": "cnr_uniform", "scheme": "adaptive", "bits": 3}}, 3),
+        ({"expected_restores": EXPECTED}, 2),
+        ({"bits": "auto", "expected_restores": EXPECTED}, 2),
+        ({"budget": None}, 8),
+    ],
+)
+def test_what_takes_the_place_of_the_default(tmp_path: Path, options: dict[str, Any], bits: int) -> None:
+    with Checkpointer(tmp_path, Model(), **options) as checkpointer:
+        assert checkpointer.explain().budget is None
+        found = record(tmp_path, checkpointer.save(0).result().id)
+    assert "budget" not in found.policy
+    codec = found.arrays["tables/table/weight"].codec or {}
+    assert (codec["id"], codec["bits"]) == ("cnr_uniform", bits)
 
 
 def test_another_rule_beneath_makes_the_first_version_whole(tmp_path: Path) -> None:
@@ -330,5 +356,5 @@ def test_explain_tells_of_step_and_budget(tmp_path: Path) -> None:
     assert explained.budget is not None
     assert explained.budget.percent == BUDGET
     assert explained.budget.spent == pytest.approx(0.001)
-    said = "Budget: 0.01 % of the loss, 0.001 % spent by restores: tables are rounded to 0.1 of their scale."
+    said = "Budget: 0.01 % of the loss, 0.001 % spent: steps of 0.1 of a table's scale."
     assert repr(explained).endswith(said)

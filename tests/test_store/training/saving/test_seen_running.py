@@ -189,7 +189,7 @@ def test_compared_tables_are_told_of_once_and_together(
 def test_the_record_says_why_a_table_is_whole_among_deltas(tmp_path: Path) -> None:
     model = Tables(2)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with Checkpointer(tmp_path, model, optimizer, policy="consecutive") as saving:
+    with Checkpointer(tmp_path, model, optimizer, policy="consecutive", bits=8) as saving:
         saving.save(0).result()
         model.step(optimizer, [1])
         with torch.no_grad():

@@ -302,7 +302,8 @@ def test_settings_by_which_moments_can_be_judged(tmp_path: Path, setting: dict[s
 
 
 @pytest.mark.parametrize(
-    "options", [{"codec": None, "bits": 32}, {"codec": None, "bits": 4}, {"codec": {"b": LATTICE}}]
+    "options",
+    [{"codec": None, "bits": 32}, {"codec": None, "bits": 4}, {"codec": {"b": LATTICE}, "budget": None}],
 )
 def test_weights_on_no_lattice_have_plain_state(tmp_path: Path, options: dict[str, Any]) -> None:
     job = Job(MAKERS["Adam"])
