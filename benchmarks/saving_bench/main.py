@@ -10,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.codec_bench.machine import describe
-from benchmarks.saving_bench import beyond, pace, stall, thousand
+from benchmarks.saving_bench import beyond, compared, pace, stall, thousand
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _ROWS, _QUICK_ROWS = 1 << 19, 1 << 14
 _TABLES, _QUICK_TABLES = 1000, 20
 _BEYOND_ROWS = 312_500  # of each table: 320 MB
+_COMPARED = 8, 1_000_000  # tables and the rows of each: 1 GB of weights
 _PAIRS, _FULL_PAIRS = 5, 20
 
 
@@ -40,6 +41,9 @@ def main() -> None:
     print(beyond.Line.HEAD)
     with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
         without_room = beyond.measure(min(rows, _BEYOND_ROWS), 2 + rounds, Path(folder))
+    print(compared.Line.HEAD)
+    with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
+        of_adam = compared.measure(*((2, rows) if options.quick else _COMPARED), rounds, Path(folder))
     print(pace.Line.HEAD)
     with tempfile.TemporaryDirectory(prefix="cnr-saving-") as folder:
         paces = pace.measure(4, rows, pairs, Path(folder))
@@ -48,6 +52,7 @@ def main() -> None:
     targets = [
         *stall.targets(stalls),
         *beyond.targets(without_room),
+        *compared.targets(of_adam),
         *pace.targets(paces),
         *thousand.targets(many),
     ]
@@ -57,6 +62,7 @@ def main() -> None:
         **describe(),
         "stall": [asdict(line) for line in stalls],
         "beyond": [asdict(line) for line in without_room],
+        "compared": [asdict(line) for line in of_adam],
         "pace": [asdict(line) for line in paces],
         "thousand": {
             "machine": describe()["machine"],

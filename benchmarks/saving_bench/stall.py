@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -45,10 +46,19 @@ class Line:
         )
 
 
+class Trained(Protocol):
+    """What contenders save: `arrays` have a line for each row, `state` is what others save."""
+
+    @property
+    def arrays(self) -> list[torch.Tensor]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+
 class Contenders:
     """Saves of one model. Each takes the rows that have changed, and returns what waits for its background."""
 
-    def __init__(self, training: Training, checkpointer: cnr_store.Checkpointer, folder: Path) -> None:
+    def __init__(self, training: Trained, checkpointer: cnr_store.Checkpointer, folder: Path) -> None:
         self._training = training
         self._checkpointer = checkpointer
         self._places = (folder / f"peer{number}" for number in itertools.count())
@@ -109,7 +119,7 @@ def measure(optimizer: str, tables: int, rows: int, rounds: int, folder: Path) -
                 ids = training.draw(share)
                 training.touch(ids)
                 for name in itertools.islice(itertools.cycle(runs), turn, turn + len(runs)):
-                    seconds[name].append(_stall(runs[name], ids))
+                    seconds[name].append(stall_of(runs[name], ids))
             lines += [
                 Line(optimizer, training.nbytes, share, name, min(each), statistics.median(each))
                 for name, each in seconds.items()
@@ -118,7 +128,8 @@ def measure(optimizer: str, tables: int, rows: int, rounds: int, folder: Path) -
     return lines
 
 
-def _stall(run: Callable[[torch.Tensor], Wait], ids: torch.Tensor) -> float:
+def stall_of(run: Callable[[torch.Tensor], Wait], ids: torch.Tensor) -> float:
+    """Seconds until a save of these rows returns; then its background is waited for."""
     gc.collect()
     began = time.perf_counter()
     wait = run(ids)
