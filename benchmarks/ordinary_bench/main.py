@@ -29,6 +29,7 @@ _SPARSE: dict[OptimizerName, float | None] = {"SGD": 0.005, "row-wise Adagrad": 
 _SETTINGS = [
     Setting("defaults", policy="intermittent"),
     Setting("defaults, all versions kept"),
+    Setting("defaults, policy auto", policy="auto"),
     Setting("defaults, whole", policy="full"),
     Setting("lattice 0.1, state auto, relative", lattice(0.1), "intermittent", "auto"),
     Setting("8 bits, exact state", adaptive(8), "intermittent"),
