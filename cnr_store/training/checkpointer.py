@@ -90,11 +90,9 @@ class Checkpointer:
         at each save by cost.
     budget
         Per cent of the loss that all restores of the run together may cost: rows and optimizer state are rounded so
-        much, 0 not at all. `bits`, `codec` and `state_bits` overrule it where they name tables or state, and
-        `expected_restores` does. None is none: 8 bits, and exact state.
+        much, 0 not at all. `bits`, `codec`, `state_bits` and `expected_restores` overrule it. None is none.
     bits
-        Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto`` (as the budget says), or a mapping from name
-        patterns to these.
+        Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto``, or a mapping from name patterns to these.
     codec
         Another codec for the rows: a name, configuration or object, or a mapping from name patterns to these. ``auto``
         is the default budget.

@@ -1,6 +1,7 @@
 """What this process knows of stored rows: their codes on a grid, or digests of the bits that were saved.
 
-Codes stand in memory as int8, a quarter of a float32 table, on floating grids as int16; digests take 8 bytes a row.
+Codes stand in memory as int8, a quarter of a float32 table, on floating grids as int16. Where there is no room for
+them, digests of 8 bytes a row tell which rows changed, and none of these is relative.
 Those of 23 bits of mantissa would take as much as their rows: of these digests alone are kept, and none is relative.
 They outlive no process. A row whose codes are wider has a digest beside them, and its next delta is not relative.
 Nothing is known of a row that was not encoded here: it is written by the next save.
@@ -11,8 +12,10 @@ So before a delta is written, some of the codes are compared with what is stored
 
 from __future__ import annotations
 
+import logging
+import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +32,7 @@ from cnr_codecs.comparing import (
     compare_rows,
     read_codes,
     row_digests,
+    stored_digests,
     unknown_code,
 )
 from cnr_codecs.lattice.segments import RowCounts
@@ -37,6 +41,8 @@ from cnr_codecs.payload.coded import MAX_MANTISSA, Grid
 Mask = npt.NDArray[np.bool_]
 RowIds = npt.NDArray[np.int64]
 Array = np.ndarray[Any, Any]
+
+log = logging.getLogger("cnr_store")
 
 LEAST_DIGESTED_BYTES = 16
 """Of a row: narrower ones without codes are not compared, as a digest takes 8."""
@@ -120,6 +126,11 @@ class RowCodes:
     def _note_codes(self, begin: int, values: Array, codes: Codes, coded: Mask, absent: Mask | None) -> None:
         """Note the codes of rows, and digests of those without, but of the rows whose values are `absent`."""
         if self.made is None:
+            if self.digests is not None:
+                part = self.digests[begin : begin + len(codes)]
+                part[coded] = row_digests(codes[coded].astype(np.int16, copy=False), KEY)
+                others = ~coded if absent is None else ~(coded | absent)
+                part[others] = row_digests(values[others], KEY)
             return
         fits = coded & (np.abs(codes) <= np.iinfo(self.made.dtype).max).all(axis=1)
         self.made[begin : begin + len(codes)][fits] = codes[fits]
@@ -138,13 +149,15 @@ class _Write:
     first_row: int
     shape: tuple[int, int]
     codec: Mapping[str, Any]
+    is_gridded: bool
 
 
 @dataclass(eq=False)
 class Known:
     """What is known of an array in one version, of the rows from `first_row` on.
 
-    Codes on `grid`, and where they are unknown a digest; or digests alone, of rows that `codec` encoded.
+    Codes on `grid`, and where they are unknown a digest; or digests alone, of codes on `grid`, or without one of rows
+    that `codec` encoded.
     """
 
     version: str | None
@@ -175,20 +188,6 @@ class Known:
         digests = None if self.digests is None else self.digests[begin:end].copy()
         return replace(self, first_row=first_row, shape=shape, codes=codes, digests=digests)
 
-    @classmethod
-    def nothing(
-        cls,
-        shape: tuple[int, int],
-        first_row: int,
-        grid: Grid | None,
-        codec: Mapping[str, Any],
-        *,
-        of_whole: bool,
-    ) -> Known:
-        """What is known of an array before rows are read; without a grid there will be digests alone."""
-        codes = None if grid is None else _unknown(shape, code_dtype(grid))
-        return cls(None, grid, first_row, shape, codes, np.zeros(shape[0], np.uint64), codec, of_whole)
-
     def read(self, values: Array, begin: int, element: str, newer: Mask) -> None:
         """Learn of rows as they were read, from `begin` on.
 
@@ -197,7 +196,7 @@ class Known:
         end = begin + len(values)
         assert self.digests is not None
         if self.codes is None or self.grid is None:
-            self.digests[begin:end] = row_digests(values, KEY)
+            self.digests[begin:end] = self._digests(values, element)
         else:
             codes = self.codes[begin:end]
             lacking = read_codes(values, self.grid, element, codes)
@@ -213,7 +212,7 @@ class Known:
         end = begin + len(values)
         if self.codes is None:
             assert self.digests is not None
-            other: Mask = row_digests(values, KEY) != self.digests[begin:end]
+            other: Mask = self._digests(values, element) != self.digests[begin:end]
             return other
         assert self.grid is not None
         found = compare_rows(values, self.codes[begin:end], self.grid, element)
@@ -224,6 +223,11 @@ class Known:
             changed[unknown] = digests != self.digests[begin:end][unknown]
         return changed
 
+    def _digests(self, values: Array, element: str) -> Digests:
+        if self.grid is None:
+            return row_digests(values, KEY)
+        return stored_digests(values, self.grid, element, KEY)
+
 
 class CodeCache:
     """What this process knows of stored rows, by path of their array.
@@ -232,9 +236,54 @@ class CodeCache:
     fold can put other rows beneath a delta.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
         self._known: dict[str, Known] = {}
         self._writes: dict[str, _Write] = {}
+        self._free_bytes, self._room = free_bytes, -1  # of memory that codes may take; not asked for yet
+        self._has_codes: dict[str, bool] = {}
+
+    def has_room(self, path: str, shape: tuple[int, int], grid: Grid | None) -> bool:
+        """Whether the codes of an array are kept: half of the free memory holds those of all arrays twice.
+
+        While a whole version is written, there are those of the one before. It is decided once for each array.
+        """
+        if path not in self._has_codes:
+            self._room = self._free_bytes() // 2 if self._room < 0 else self._room
+            nbytes = 2 * math.prod(shape) * code_dtype(grid).itemsize
+            if nbytes > self._room and all(self._has_codes.values()):
+                log.warning(
+                    "%s: its codes take %.1f MB of memory, and %.1f MB are left. Digests of 8 bytes a row take the "
+                    "place of codes here and wherever there is no room: deltas take more bytes. explain() shows both",
+                    *(path, nbytes / 2e6, self._room / 2e6),
+                )
+            self._has_codes[path] = nbytes <= self._room
+            self._room -= nbytes if self._has_codes[path] else 0
+        return self._has_codes[path]
+
+    def to_learn(
+        self,
+        path: str,
+        shape: tuple[int, int],
+        first_row: int,
+        grid: Grid | None,
+        codec: Mapping[str, Any],
+        of_whole: bool,
+        is_compared: bool,
+    ) -> Known | None:
+        """What a load is to note of an array, as `Known` has it; None if there is nothing to note."""
+        codes = None
+        if grid is not None and self.has_room(path, shape, grid):
+            codes = _unknown(shape, code_dtype(grid))
+        elif not is_compared:
+            return None
+        return Known(None, grid, first_row, shape, codes, np.zeros(shape[0], np.uint64), codec, of_whole)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of memory that codes take, and digests."""
+        known = self._known.values()
+        codes = sum(each.codes.nbytes for each in known if each.codes is not None)
+        return codes, sum(each.digests.nbytes for each in known if each.digests is not None)
 
     def clear(self) -> None:
         """Forget all: the next deltas are not relative, and nothing can be compared."""
@@ -255,7 +304,7 @@ class CodeCache:
             return None
         self._known[path] = known  # a load notes also rows that other ranks write
         own = gridded_codec(codec)
-        if known.codes is None:
+        if known.grid is None:
             return known if known.codec == codec.get_config() else None
         return known if own is not None and known.grid == grid_of(own) else None
 
@@ -297,12 +346,13 @@ class CodeCache:
             known = self.find(path, codec, base, first_row, shape)
             parent = None if known is None else known.codes
         made = digests = None
-        if is_kept and own is not None:
+        if is_kept and own is not None and self.has_room(path, shape, grid_of(own)):
             made = _unknown((count, shape[1]), code_dtype(grid_of(own)))
         if is_kept and is_compared:
             digests = np.zeros(count, np.uint64)
         codes = RowCodes(made, parent, rows, digests)
-        self._writes[path] = _Write(codes, over, rows, first_row, shape, codec.get_config())
+        config = codec.get_config()
+        self._writes[path] = _Write(codes, over, rows, first_row, shape, config, own is not None)
         return codes
 
     def commit(self, version: str, grids: Mapping[str, Grid | None]) -> None:
@@ -315,8 +365,8 @@ class CodeCache:
             made, digests = write.codes.made, write.codes.known_digests
             if path not in grids or (made is None and digests is None):
                 continue
-            grid = grids[path] if made is not None else None
-            if made is not None and grid is None:
+            grid = grids[path] if write.is_gridded else None
+            if write.is_gridded and grid is None:
                 self._known.pop(path, None)
             elif write.rows is None:
                 own = version, grid, write.first_row, write.shape, made, digests, write.codec

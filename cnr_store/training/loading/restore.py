@@ -70,7 +70,7 @@ from cnr_store.writing.lineage import Lineage
 from cnr_store.writing.row_codes import Known
 
 ExpectedSlots = tuple[Optimizer, Slots]
-Learn = Callable[[Table, int, Sequence[Mapping[str, Any] | None]], Known | None]
+Learn = Callable[[str, Table, int, Sequence[Mapping[str, Any] | None]], Known | None]
 log = logging.getLogger("cnr_store")
 
 
@@ -273,7 +273,7 @@ class Restore:
                 exact[path] = all_rows(reader, target)
                 if learn is not None and isinstance(reader, ArrayReader):
                     configs = [link.entry.codec for link in reader.links]
-                    exact[path].learned = learn(fit.table, reader.columns, configs)
+                    exact[path].learned = learn(path, fit.table, reader.columns, configs)
             else:
                 others.append(ChosenRows(reader, target, fit.ids))
         fill_all([*exact.values(), *others], transfer)

@@ -62,6 +62,9 @@ class Explanation(tuple[ExplainedTable, ...]):
     whole_live_bytes: int
     live_pace: float | None = None  # bytes a second of such rows in the last save that had some; None before
     budget: Budget | None = None  # the checkpointer's, as its restores have left it
+    # Bytes of memory that hold what is stored of rows: as codes, and as digests where there was no room for codes.
+    code_bytes: int = 0
+    digest_bytes: int = 0
 
     @classmethod
     def of(
@@ -70,11 +73,13 @@ class Explanation(tuple[ExplainedTable, ...]):
         arrays: Sequence[RowArray],
         snapshot_bytes: int,
         budget: Budget | None,
+        known_bytes: tuple[int, int],
     ) -> Self:
         """Explain saves of tables, whose rows are in `arrays`, in the order in which saves copy them."""
         found = cls(tables)
         changed = {table.name: table.changed for table in found}
         found.snapshot_bytes, found.budget = snapshot_bytes, budget
+        found.code_bytes, found.digest_bytes = known_bytes
         found.live_bytes = _without_room(
             [changed[each.table.name] * _local_row_bytes(each) for each in arrays], snapshot_bytes
         )
@@ -95,6 +100,9 @@ class Explanation(tuple[ExplainedTable, ...]):
                 text.append(self._stall(kind, nbytes))
         text += [f"Budget: {self.budget}."] if self.budget else []
         text += [ADVICE] if any(table.whole or table.compared for table in self) else []
+        if self.code_bytes or self.digest_bytes:
+            kept = f"{bytes_text(self.code_bytes)} of codes, {bytes_text(self.digest_bytes)} of digests"
+            text.append(f"In memory of what is stored: {kept}.")
         return "\n".join(text)
 
     def _stall(self, kind: str, nbytes: int) -> str:

@@ -18,6 +18,7 @@ from cnr_store.policies.whole_tables import ADVICE, summary
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
+from cnr_store.training.process.memory import free_bytes
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.copies import Copies, Keeps
 from cnr_store.training.saving.explanation import ExplainedTable, Explanation
@@ -47,6 +48,7 @@ from cnr_store.writing.steps import finds_step, keep_step, stored_grid
 
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
+_Config = Mapping[str, Any]
 _Past = tuple[Lineage, Bitmaps]
 
 
@@ -69,7 +71,7 @@ class Planner:
         self._policy = options.policy
         self._costs = options.costs
         self._tally = tally
-        self._code_cache, self._delta_bytes = CodeCache(), DeltaBytes()
+        self._code_cache, self._delta_bytes = CodeCache(free_bytes), DeltaBytes()
         self.comparison, self._moments = Comparison(), Moments(trained.slot_names)
         # What arrays are compared with: the last version, or their whole one, which later deltas depend on.
         self._parents: Since = "previous" if options.policy in ("consecutive", "auto") else "baseline"
@@ -199,7 +201,7 @@ class Planner:
         return sets.unflagged([each for each in snapshot.arrays if each.table.name not in snapshot.unsafe])
 
     def to_learn(
-        self, table: Table, columns: int, configs: Sequence[Mapping[str, Any] | None], names: Collection[str]
+        self, path: str, table: Table, columns: int, configs: Sequence[_Config | None], names: Collection[str]
     ) -> Known | None:
         """What a load is to note of the rows of an array that it reads; None if no later save asks for it.
 
@@ -215,8 +217,8 @@ class Planner:
         is_alike = grid is not None or all(each == config for each in configs)
         if not is_alike or not (is_relative or table.name in names):
             return None
-        of_whole = self._parents == "baseline"
-        return Known.nothing((table.local_rows, columns), table.first_row, grid, config, of_whole=of_whole)
+        own = (table.local_rows, columns), table.first_row, grid, config
+        return self._code_cache.to_learn(path, *own, self._parents == "baseline", table.name in names)
 
     def adopt(self, learned: Mapping[str, Known]) -> None:
         """Take what a load noted of the version that the next one continues."""
@@ -297,7 +299,8 @@ class Planner:
             told = name, table.rows, is_whole, why or ways[name], bits, changed
             sizes = round(changed * size), round(table.rows * size)
             tables.append(ExplainedTable(*told, *sizes, is_compared))
-        return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, self._codecs.budget)
+        known = self._codecs.budget, self._code_cache.nbytes
+        return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, *known)
 
     def plan(
         self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave

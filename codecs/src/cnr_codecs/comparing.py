@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cnr_codecs.elements import element_named
 from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.comparing import (
     OTHER,
@@ -19,6 +20,7 @@ from cnr_codecs.kernels.comparing import (
     read_steps,
 )
 from cnr_codecs.lattice.floating import floating_codes
+from cnr_codecs.lattice.lattice import lattice_codes
 from cnr_codecs.payload.coded import MANTISSA_BITS, Grid, code_range
 from cnr_codecs.protocol import Rows
 
@@ -92,6 +94,21 @@ def row_digests(values: Rows, key: int) -> Digests:
     return digests
 
 
+def stored_digests(values: Rows, grid: Grid, element: str, key: int) -> Digests:
+    """Return a digest of what is stored of each row: of its codes on a grid, or of its bits if it has none.
+
+    `values`, `grid`, `element`: as for `compare_rows`; `key`: as for `row_digests`.
+    """
+    if grid.mantissa:
+        codes, raw = floating_codes(values, grid.mantissa, element)
+    else:
+        codes, raw = lattice_codes(values, grid.step, element_named(element))
+    digests = np.empty(len(values), np.uint64)
+    digests[~raw] = row_digests(codes, key)
+    digests[raw] = row_digests(values[raw], key)
+    return digests
+
+
 def code_dtype(grid: Grid | None) -> np.dtype[np.signedinteger[Any]]:
     """Return the narrowest dtype that most codes on a grid fit into. None: on a lattice whose step is not known yet."""
     return np.dtype(np.int16 if grid is not None and grid.mantissa else np.int8)
@@ -112,5 +129,6 @@ __all__ = [
     "compare_rows",
     "read_codes",
     "row_digests",
+    "stored_digests",
     "unknown_code",
 ]

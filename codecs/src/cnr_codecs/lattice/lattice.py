@@ -145,7 +145,7 @@ class LatticeRows:
                 "rows can be relative, or have codes from elsewhere, on a known step only: give one by with_step"
             )
         step = self.step or self.step_of(median_scale(scale_counts(values)))
-        held, raw = quantized or _quantize(values, step, kind)
+        held, raw = quantized or lattice_codes(values, step, kind)
         return encode_segments(values, offsets, rows, parent, known, held, raw, kind, Grid(step), seal)
 
     def with_step(self, step: float) -> LatticeRows:
@@ -176,8 +176,8 @@ class LatticeRows:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def _quantize(values: Rows, step: float, element: Element) -> tuple[Codes, Mask]:
-    """Return the codes of the rows that have any, and which rows have none."""
+def lattice_codes(values: Rows, step: float, element: Element) -> tuple[Codes, Mask]:
+    """Return the codes (m, dim) of the rows that have any, and which rows, bool (n,), have none."""
     count, dim = values.shape
     codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
     flat, most = read_only(np.ascontiguousarray(values, np.float32)), most_code(step, element)
