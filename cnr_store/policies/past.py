@@ -149,6 +149,8 @@ class DeltaBytes:
 
     # The version noted last stands beside the shares, so that an interrupt never counts it twice.
     _noted: tuple[str, Mapping[Since, float]] = field(default=("", {}))
+    # Whether rows are stored relative to those of the previous version: then only deltas since that one have such.
+    is_relative: bool = False
 
     def note(self, version: str, policy: Mapping[str, Any], nbytes: int) -> None:
         """Take down what a version took. A second call changes nothing.
@@ -160,13 +162,16 @@ class DeltaBytes:
         if offer is None or policy.get("full") or since not in SINCE or version == self._noted[0]:
             return
         offered = offer[f"{since}_bytes"]
+        if self.is_relative and offered != offer["previous_bytes"]:
+            return
         if min(offered, nbytes) >= _MIN_BYTES:
             self._noted = version, {**self._noted[1], since: self.share(since) * nbytes / offered}
 
     def share(self, since: Since) -> float:
         """Of such deltas; where there was none, of the others, so that the two differ by their rows alone; else 1.
 
-        It is 1 where the estimate was near.
+        It is 1 where the estimate was near. Of relative rows there is one for both: what ``intermittent`` writes is
+        relative to the baseline.
         """
         shares = self._noted[1]
         share = shares.get(since, next(iter(shares.values()), 1.0))

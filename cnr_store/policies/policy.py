@@ -86,10 +86,10 @@ def check_policy(name: str) -> PolicyName:
 def decide(
     policy: PolicyName,
     past: Past | None,
-    *,
     full: bool = False,
     offer: Offer | None = None,
     costs: Costs | None = None,
+    is_relative: bool = False,
 ) -> Decision:
     """Decide about the next version.
 
@@ -98,6 +98,7 @@ def decide(
     `full`: the caller asks for a full version.
     `offer`, `costs`: for ``auto``: what it may choose from, and its weights. Without an offer it decides as
     ``intermittent`` does.
+    `is_relative`: for ``auto``: whether rows are stored relative to those of the previous version.
     """
     since: Since = "previous" if policy == "consecutive" else "baseline"
     if full:
@@ -107,7 +108,7 @@ def decide(
     elif policy == "full":
         is_full, reason = True, "every version is full"
     elif policy == "auto":
-        is_full, since, reason = _weigh(past, offer, costs or Costs())
+        is_full, since, reason = _weigh(past, offer, costs or Costs(), is_relative)
         return Decision(is_full, since, policy, past, reason, offer, costs)
     elif policy == "intermittent":
         is_full, reason = _predict(past.written)
@@ -134,10 +135,12 @@ def full_is_due(sums: Sums) -> bool:
     return sums.deltas > 0 and sums.total_bytes <= (sums.deltas + 1) * sums.last_bytes
 
 
-def _weigh(past: Past, offer: Offer | None, costs: Costs) -> tuple[bool, Since, str]:
+def _weigh(past: Past, offer: Offer | None, costs: Costs, is_relative: bool) -> tuple[bool, Since, str]:
     """What ``auto`` does: the cheaper delta of those with which it never costs more than ``intermittent``.
 
     It writes a full version whenever ``intermittent`` would, so that the deltas of both depend on the same ones.
+    Relative rows always go on from the previous version: what was known of the baseline's was overwritten, and a delta
+    since the baseline would hold none.
     """
     is_full, reason = _predict(past.intermittent)
     if is_full or offer is None:
@@ -151,6 +154,8 @@ def _weigh(past: Past, offer: Offer | None, costs: Costs) -> tuple[bool, Since, 
         return False, "baseline", "nothing else changed since the baseline"
     if long.links > costs.longest_chain:
         return False, "baseline", f"a chain may have {costs.longest_chain} versions"
+    if is_relative:
+        return False, "previous", "its rows are relative to the previous version"
     if long.max_excess_bytes(costs.keep_last) > 0:
         return False, "baseline", "a longer chain would keep more than intermittent does"
     reads = costs.restores_per_save * _saves_to_come(short.intermittent)

@@ -69,8 +69,7 @@ class Planner:
         self._tables = trained.tables
         self._codecs = options.codecs
         self._policy = options.policy
-        self._costs = options.costs
-        self._tally = tally
+        self._costs, self._tally = options.costs, tally
         self._code_cache, self._delta_bytes = CodeCache(free_bytes), DeltaBytes()
         self.comparison, self._moments = Comparison(), Moments(trained.slot_names)
         # What arrays are compared with: the last version, or their whole one, which later deltas depend on.
@@ -259,13 +258,16 @@ class Planner:
         past = self.lineage.past
         weighs = self._policy == "auto" and past is not None and not full
         offer = self._offer(snapshot, changed) if weighs else None
-        decision = decide(self._policy, past, full=full, offer=offer, costs=self._costs)
+        decision = decide(self._policy, past, full, offer, self._costs, self._delta_bytes.is_relative)
         if decision.full:
             self._codecs.choose_step(self.lineage.spent, {})
         return replace(decision, bits=bits, reason=(not full and self.lineage.why_alone) or decision.reason)
 
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
-        whole = self._whole_reasons(snapshot).keys()
+        whole, codecs = self._whole_reasons(snapshot).keys(), self._codecs
+        self._delta_bytes.is_relative = any(
+            relative_codec(codec_of(codecs, each)) for each in snapshot.arrays
+        )
         sums = dict.fromkeys(SINCE, float(snapshot.dense_bytes))
         for array in snapshot.arrays:
             for since in SINCE:

@@ -35,3 +35,13 @@ def test_versions_that_tell_nothing_do_not_count() -> None:
     taken.note("5", {"since": "previous", "full": False}, 50_000)
     taken.note("6", policy("previous", 400_000, 1_000), 50_000)
     assert taken.share("previous") == 1
+
+
+def test_deltas_without_relative_rows_tell_nothing_of_those_that_have_them() -> None:
+    taken = DeltaBytes()
+    taken.is_relative = True
+    taken.note("1", policy("baseline", 400_000, 400_000), 100_000)  # the first one, over the baseline
+    taken.note("2", policy("baseline", 200_000, 100_000), 190_000)
+    assert taken.share("previous") == taken.share("baseline") == 0.25
+    taken.note("3", policy("previous", 200_000, 100_000), 120_000)
+    assert taken.share("previous") == 0.3

@@ -257,3 +257,18 @@ def test_unknown_policy_lists_those_there_are() -> None:
         OptionError, match=r"'daily' is not one of full, one-shot, consecutive, intermittent, auto"
     ):
         check_policy("daily")
+
+
+def test_relative_rows_go_on_from_the_previous_version() -> None:
+    """A delta since the baseline would hold them absolute, whatever the estimates say."""
+    past = past_of([1000, 300])
+    for offer in (Offer(450, 290), Offer(450, 449)):
+        for costs in (Costs(), Costs(1, 10)):
+            decision = decide("auto", past, offer=offer, costs=costs, is_relative=True)
+            assert (decision.full, decision.since) == (False, "previous")
+    assert decide("auto", past, offer=Offer(300, 300), is_relative=True).since == "baseline"  # the same
+    assert (
+        decide("auto", past, offer=Offer(450, 290), costs=Costs(None, 0.1, 2), is_relative=True).since
+        == "baseline"
+    )
+    assert decide("auto", past_of([1000, 310, 950]), offer=Offer(950, 200), is_relative=True).full
