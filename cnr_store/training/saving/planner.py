@@ -67,8 +67,7 @@ class Planner:
         ] = {}  # by path, why the next version has arrays whole: `Fit`, at the first rank
         self._foreseen: tuple[_Past, Record, _Past] | None = None
         self._tables = trained.tables
-        self._codecs = options.codecs
-        self._policy = options.policy
+        self._codecs, self._policy = options.codecs, options.policy
         self._costs, self._tally = options.costs, tally
         self._code_cache, self._delta_bytes = CodeCache(free_bytes), DeltaBytes()
         self.comparison, self._moments = Comparison(), Moments(trained.slot_names)
