@@ -99,10 +99,10 @@ class Explanation(tuple[ExplainedTable, ...]):
             if nbytes:
                 text.append(self._stall(kind, nbytes))
         text += [f"Budget: {self.budget}."] if self.budget else []
-        text += [ADVICE] if any(table.whole or table.compared for table in self) else []
         if self.code_bytes or self.digest_bytes:
             kept = f"{bytes_text(self.code_bytes)} of codes, {bytes_text(self.digest_bytes)} of digests"
             text.append(f"In memory of what is stored: {kept}.")
+        text += [ADVICE] if any(table.whole or table.compared for table in self) else []
         return "\n".join(text)
 
     def _stall(self, kind: str, nbytes: int) -> str:

@@ -242,14 +242,9 @@ class Planner:
         if self._is_full(full):
             return Changed({})
         choices: dict[str, tuple[Since, ...]] = {"auto": SINCE, "consecutive": ("previous",)}
-        taken = snapshot.taken
-        sets = self._sets(taken, self._since_whole)
-        return Changed(
-            {
-                since: self._tally.counts(taken.arrays, partial(sets.of, since=since))
-                for since in choices.get(self._policy, ("baseline",))
-            }
-        )
+        sets, arrays = self._sets(snapshot.taken, self._since_whole), snapshot.taken.arrays
+        own = choices.get(self._policy, ("baseline",))
+        return Changed({each: self._tally.counts(arrays, partial(sets.of, since=each)) for each in own})
 
     def decide(self, snapshot: Snapshot, full: bool, changed: Changed) -> Decision:
         """Let the policy decide what the next version is; `full` overrules it."""
