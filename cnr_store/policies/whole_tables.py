@@ -12,8 +12,8 @@ MAX_NAMED = 16
 _FURTHER = "further reasons"
 PAGE = "https://github.com/cnr-store/cnr-store/blob/main/docs/how-to/compared-tables.md"
 ADVICE = (
-    "Tables of which all stored rows changed are whole. Fewer rows change on grids (a budget, the default, or a relative "
-    f"cnr_lattice and state_bits='auto'), and where SparseAdam or Adagrad steps the tables: {PAGE}"
+    "Tables of which all stored rows changed are whole. Fewer rows change on grids (a budget, the default, or a "
+    f"relative cnr_lattice and state_bits='auto'), and where SparseAdam or Adagrad steps the tables: {PAGE}"
 )
 
 
