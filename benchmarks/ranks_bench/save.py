@@ -89,6 +89,7 @@ def save(group: Group, backend: CountedBackend, model: Model, rows: RowsMaker) -
             "restores": 0,
             "spent": 0.0,
             "moments": {},
+            "refits": {},
         }
 
     _, agreed = together(counted, "save of step 1", lambda: True, say, lambda: 0, partial(merge_said, "save"))
