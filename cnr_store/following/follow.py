@@ -44,11 +44,11 @@ class Update:
     """
 
     def __init__(
-        self, catalog: Catalog, record: Record, before: _Held, seen: SeenCodes, tables: Names
+        self, catalog: Catalog, record: Record, before: _Held, seen: SeenCodes, names: Names
     ) -> None:
         self._catalog, self._seen = catalog, seen
-        self._record, self._tables = record, tables
-        self._paths = model_arrays(record, tables)
+        self._record, self._tables = record, names
+        self._paths = model_arrays(record, names)
         self._before: _Held = before
         self._taken = False
         self.version = VersionInfo.from_record(record)
@@ -266,9 +266,7 @@ def _id(catalog: Catalog, version: Version) -> str:
     return catalog.find(version).id
 
 
-def _updates(
-    catalog: Catalog, before: _Held, newest: str, seen: SeenCodes, tables: Names
-) -> Iterator[Update]:
+def _updates(catalog: Catalog, before: _Held, newest: str, seen: SeenCodes, names: Names) -> Iterator[Update]:
     while True:
         listed_after, ids = newest, catalog.ids()
         for version in reversed(ids):
@@ -276,7 +274,7 @@ def _updates(
             # None if it was seen already, never committed, not yet, or deleted since it was listed.
             if record is not None:
                 newest = version
-                before = update = Update(catalog, record, before, seen, tables)
+                before = update = Update(catalog, record, before, seen, names)
                 yield update
         if newest != listed_after:
             continue

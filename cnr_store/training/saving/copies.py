@@ -47,8 +47,7 @@ class Copies:
     ) -> None:
         self.staging, self._compares_all = staging, compares_all
         self._code_cache, self._codecs, self._tally, self._keeps = code_cache, codecs, tally, keeps
-        # By path and what this rank has of arrays whose step was found for them
-        self.samples: dict[tuple[str, int, int, range], ScaleSample] = {}
+        self.samples: dict[tuple[str, int, int, range], ScaleSample] = {}  # by path and what this rank has
 
     def rows(
         self,
