@@ -13,7 +13,7 @@ from cnr_backends import StorageError
 from cnr_store.catalog.catalog import Version
 from cnr_store.errors import OptionError, ReadOnlyError, VersionNotFoundError
 from cnr_store.reading.opening import view
-from cnr_store.reading.virtual_store import VirtualStore
+from cnr_store.reading.overlay import Overlay
 
 
 class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
@@ -40,9 +40,7 @@ class CnrFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships n
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.store = (
-            fo if isinstance(fo, VirtualStore) else _open(fo, target_protocol, target_options, version)
-        )
+        self.store = fo if isinstance(fo, Overlay) else _open(fo, target_protocol, target_options, version)
 
     def __reduce__(self) -> tuple[Callable[..., CnrFileSystem], tuple[Any, ...]]:
         return make_instance, (type(self), (self.store,), {})
@@ -115,7 +113,7 @@ class _File(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no type
 
 def _open(
     place: str | Store, protocol: str | None, options: dict[str, Any] | None, version: Version
-) -> VirtualStore:
+) -> Overlay:
     if not place:
         raise OptionError("cnr:// needs the URL of a store: give it, too, as in cnr://::s3://bucket/run")
     bare = isinstance(place, str) and protocol is not None and "://" not in place

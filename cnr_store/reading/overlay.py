@@ -12,19 +12,21 @@ import itertools
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Never, TypeVar
 
 import numpy as np
-from zarr.abc.store import ByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
-from cnr_backends import Backend
+from cnr_backends import Backend, ObjectNotFoundError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.bounded_cache import PayloadCache
 from cnr_store.chains.dense import dense_layout, dense_object
+from cnr_store.errors import OptionError, ReadOnlyError
 from cnr_store.format.arrays import (
     DenseGrid,
     Doc,
@@ -36,20 +38,32 @@ from cnr_store.format.arrays import (
 )
 from cnr_store.format.layout import NODE, decode_name, parent_groups
 from cnr_store.format.record import Record
-from cnr_store.reading.virtual_store import BytesLike, VirtualStore, in_read_thread
 
+T = TypeVar("T")
+BytesLike = bytes | memoryview
+_READ_THREADS = 8
 _CORES = os.cpu_count() or 1
 _SMALL_RUN_BYTES, RUN_BYTES = 4 << 20, 16 << 20
 """Of a run that is not worth sharing out, and the most of one."""
 
 
-class Chunks(Protocol):
-    """Chunks of one array, all of `nbytes` bytes. Any run of consecutive ones can be read as one block."""
+async def in_read_thread(call: Callable[[], T]) -> T:
+    """Run a call that waits for storage and decodes, in one of the threads that read.
 
-    nbytes: int
+    asyncio's default executor would deadlock: the synchronous zarr reads in it wait for threads that they occupy.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_read_threads, call)
 
-    def read(self, index: int, start: int, stop: int) -> BytesLike:
-        """Bytes start ... stop - 1 of a block that begins with the chunk `index`."""
+
+def _start_read_threads() -> None:
+    global _read_threads
+    _read_threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="cnr-reading")
+
+
+_read_threads: ThreadPoolExecutor
+_start_read_threads()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_read_threads)  # threads don't survive a fork
 
 
 Waiting = dict[int, list["asyncio.Future[BytesLike]"]]
@@ -61,7 +75,7 @@ class _Batch:
     """What was requested in one turn of one event loop."""
 
     loop: asyncio.AbstractEventLoop
-    waiting: dict[Chunks, Waiting] = field(default_factory=dict)
+    waiting: dict[_Chunks, Waiting] = field(default_factory=dict)
 
 
 class Coalescer:
@@ -74,7 +88,7 @@ class Coalescer:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    async def read(self, array: Chunks, index: int) -> BytesLike:
+    async def read(self, array: _Chunks, index: int) -> BytesLike:
         """A whole chunk, composed together with its neighbours if these are requested, too."""
         loop = asyncio.get_running_loop()
         batch: _Batch | None = getattr(self._local, "batch", None)
@@ -99,7 +113,7 @@ _tasks: set[asyncio.Task[None]] = set()
 """Keeps running tasks alive: the loop itself holds only weak references."""
 
 
-async def _read_run(array: Chunks, run: range, waiting: Waiting) -> None:
+async def _read_run(array: _Chunks, run: range, waiting: Waiting) -> None:
     try:
         block = await in_read_thread(lambda: array.read(run.start, 0, len(run) * array.nbytes))
     except Exception as error:  # noqa: BLE001 - any error belongs to those who wait
@@ -145,15 +159,21 @@ _PATH_NAMES = 3
 """Names in the path of an array, GROUP/NAME/NAME. Each of them may be "c", as the names of chunks begin."""
 
 
-class Overlay(VirtualStore):
-    """Read-only Zarr store over one version. Thread-safe.
+class Overlay(Store):
+    """Read-only Zarr store over one version, whose objects are computed when they are read. Thread-safe.
 
-    Its memory is bounded by the chunks being read and `CACHED_BYTES`.
+    Its memory is bounded by the chunks being read and `CACHED_BYTES`. In one process at most eight objects are being
+    read at any time, whatever the number of stores and callers.
 
     `catalog`, `record`: the store and the version in it.
     `chunk_rows`: by path, rows of a chunk that readers see. By default those of the whole link of the array's chain,
     within `CHUNK_BYTES`. Given where other processes already see the arrays with these chunks.
+    `read_only`: must be True; Zarr passes it.
     """
+
+    supports_writes = False
+    supports_deletes = False
+    supports_listing = True
 
     def __init__(
         self,
@@ -163,7 +183,9 @@ class Overlay(VirtualStore):
         chunk_rows: Mapping[str, int] | None = None,
         read_only: bool = True,
     ) -> None:
-        super().__init__(read_only=read_only)
+        if not read_only:
+            raise OptionError("a version can't be opened for writing: versions never change")
+        super().__init__(read_only=True)
         self._catalog, self._record = catalog, record
         self._chunk_rows = dict(chunk_rows or {})
         self._arrays: dict[str, _Chunks] = {}
@@ -214,6 +236,7 @@ class Overlay(VirtualStore):
         return self._documents[path]
 
     def fingerprint(self, key: str) -> str:
+        """A digest of an object's key and content."""
         # A version never changes, but a fold may change the shape of its chunks, which their metadata says.
         names = key.split("/")
         node = "/".join(names[:-1] if names[-1] == NODE else names[:_PATH_NAMES])
@@ -221,6 +244,7 @@ class Overlay(VirtualStore):
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def nbytes(self, key: str) -> int | None:
+        """Size in bytes of the object at a key, or None if there is none. Reads no data."""
         path, slash, name = key.rpartition("/")
         if name == NODE and bool(path) == bool(slash):
             return len(self._documents[path]) if path in self._documents else None
@@ -228,20 +252,37 @@ class Overlay(VirtualStore):
         return None if place is None else place[0].nbytes
 
     def read(self, key: str, start: int, stop: int) -> BytesLike:
+        """Bytes start ... stop - 1 of an object that exists; 0 <= start <= stop <= its size."""
         place = self._chunk(key)
         if place is None:
             return self._documents[key.rpartition("/")[0]][start:stop]
         return place[0].read(place[1], start, stop)
+
+    def get_sync(
+        self,
+        key: str,
+        *,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
+        nbytes = self.nbytes(key)
+        if nbytes is None:
+            return None
+        data = self.read(key, *_bounds(byte_range, nbytes))
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(data)
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
         place = self._chunk(key) if byte_range is None else None
         if place is None or not isinstance(place[0], _ComposedChunks):
-            return await super().get(key, prototype, byte_range)
+            return await in_read_thread(
+                lambda: self.get_sync(key, prototype=prototype, byte_range=byte_range)
+            )
         return prototype.buffer.from_bytes(await self._coalescer.read(*place))
 
     def names(self, folder: str) -> Iterable[str]:
+        """Names of the objects and folders immediately under a folder; "" is the root. Empty if there is none."""
         if folder in self._groups:
             return [NODE, *self._groups[folder]]
         found = self._split(folder)
@@ -251,6 +292,24 @@ class Overlay(VirtualStore):
         if not place:
             return [NODE, *(["c"] if all(array.counts) else [])]
         return map(str, range(array.counts[len(place) - 1])) if len(place) <= len(array.counts) else []
+
+    def require(self, key: str, operation: str) -> int:
+        """Size in bytes of the object at a key."""
+        nbytes = self.nbytes(key)
+        if nbytes is None:
+            raise ObjectNotFoundError(
+                f"no object {key!r} in {self}", operation=operation, key=key, url=str(self)
+            )
+        return nbytes
+
+    def keys_below(self, folder: str) -> Iterator[str]:
+        """Keys of all objects below a folder, found one by one."""
+        for name in self.names(folder):
+            key = f"{folder}/{name}" if folder else name
+            if self.nbytes(key) is None:
+                yield from self.keys_below(key)
+            else:
+                yield key
 
     def _chunk(self, key: str) -> tuple[_Chunks, int] | None:
         """(array, index along its first axis) of a chunk's key, None if it is no chunk's."""
@@ -290,6 +349,43 @@ class Overlay(VirtualStore):
         chunk_rows = self._chunk_rows.setdefault(path, _chunk_rows(reader))
         self._arrays[path] = _ComposedChunks(reader, chunk_rows)
         return plain_rows_document(reader.shape, reader.dtype, chunk_rows)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+
+    async def exists(self, key: str) -> bool:
+        return self.nbytes(key) is not None
+
+    async def getsize(self, key: str) -> int:
+        return self.require(key, "size")
+
+    async def list(self) -> AsyncIterator[str]:
+        for key in self.keys_below(""):
+            yield key
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        for key in self.keys_below(prefix.rpartition("/")[0]):
+            if key.startswith(prefix):
+                yield key
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        for name in self.names(prefix.strip("/")):
+            yield name
+
+    async def set(self, key: str, value: Buffer) -> None:
+        self._refuse(key)
+
+    async def delete(self, key: str) -> None:
+        self._refuse(key)
+
+    def _refuse(self, key: str) -> Never:
+        # Zarr's own words first: programs look for them.
+        raise ReadOnlyError(
+            f"{key}: store was opened in read-only mode and does not support writing; versions never change, save "
+            "a new one instead"
+        )
 
 
 class _ComposedChunks:
@@ -357,3 +453,20 @@ def _is_index(name: str, count: int) -> bool:
         and str(int(name)) == name
         and int(name) < count
     )
+
+
+def _bounds(byte_range: ByteRequest | None, nbytes: int) -> tuple[int, int]:
+    """First byte and the one after the last. A range beyond the object's end is cut to what there is."""
+    match byte_range:
+        case None:
+            start, stop = 0, nbytes
+        case RangeByteRequest(start, stop):
+            pass
+        case OffsetByteRequest(start):
+            stop = nbytes
+        case SuffixByteRequest(suffix):
+            start, stop = nbytes - suffix, nbytes
+        case _:
+            raise OptionError(f"Unexpected byte_range, got {byte_range!r}; give one of Zarr's byte requests")
+    start = min(max(start, 0), nbytes)
+    return start, min(max(stop, start), nbytes)

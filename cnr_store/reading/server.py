@@ -22,8 +22,7 @@ from cnr_store.catalog.catalog import Url, Version
 from cnr_store.errors import CheckpointError, OptionError, VersionNotFoundError
 from cnr_store.format.layout import NODE, decode_name, encode_name
 from cnr_store.reading.opening import view
-from cnr_store.reading.overlay import Overlay
-from cnr_store.reading.virtual_store import BytesLike, in_read_thread
+from cnr_store.reading.overlay import BytesLike, Overlay, in_read_thread
 
 _SHUTDOWN_SECONDS = 5
 _AMBIGUOUS = (

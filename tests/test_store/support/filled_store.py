@@ -1,18 +1,27 @@
-"""A virtual store of given objects."""
+"""A view of given objects."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from cnr_store.reading.virtual_store import VirtualStore
+from zarr.abc.store import Store
+
+from cnr_store.reading.overlay import Overlay
 
 
-class FilledStore(VirtualStore):
+class FilledStore(Overlay):
     """Objects under any keys, put there by a test. Everything that reads them is the product's."""
 
     def __init__(self, objects: dict[str, bytes]) -> None:
-        super().__init__()
+        Store.__init__(self, read_only=True)
         self.objects = objects
+        self._arrays, self._documents = {}, {}
+
+    __repr__ = __str__ = Store.__repr__
+
+    def __reduce__(self) -> Any:
+        return object.__reduce__(self)
 
     def nbytes(self, key: str) -> int | None:
         return len(self.objects[key]) if key in self.objects else None
