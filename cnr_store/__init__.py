@@ -45,6 +45,7 @@ from cnr_store.reading.export import export
 from cnr_store.reading.opening import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
 from cnr_store.reading.opening import state_dict, versions, view
 from cnr_store.reading.rows import rows
+from cnr_store.reading.state import state_of
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer
@@ -101,6 +102,7 @@ __all__ = [
     "open",
     "view",
     "state_dict",
+    "state_of",
     "rows",
     "diff",
     "ArrayDiff",

@@ -7,38 +7,23 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.chains.dense import read_dense
-from cnr_store.errors import CheckpointError, FormatError, ModelMismatchError
+from cnr_store.errors import CheckpointError, ModelMismatchError
 from cnr_store.format.record import Record
-from cnr_store.format.state import decode_state
 from cnr_store.format.state_arrays import OfClass
+from cnr_store.reading.state import decode_tree as read_tree
 from cnr_store.training.loading.validate_state import torch_value
 from cnr_store.training.model.wrappers import class_name
 
 PARTLY = "the model is partly overwritten, load another version or give what was saved"
 """How messages end where a load failed half way."""
-_BESIDE_STATE = ("dense/optim/", "dense/state/")
 
 
 def decode_tree(catalog: Catalog, record: Record, doc: Any, where: str, seen: set[str] | None = None) -> Any:
-    """Decode the state of a version, or a part of it, with the arrays that stand beside it.
-
-    `seen`: paths of the arrays that other parts have referred to. Those of this one are added.
-    """
-    seen = set() if seen is None else seen
-
-    def read(path: str) -> np.ndarray[Any, Any]:
-        # Each reference has an array of its own, so that a small state can't become many large arrays.
-        if path in seen or not path.startswith(_BESIDE_STATE):
-            raise FormatError(f"{where}: the state refers to {path[:80]!r}, or refers to it twice")
-        seen.add(path)
-        return read_dense(catalog, record, path)[0]
-
-    return decode_state(doc, read=read, from_leaf=torch_value)
+    """As `decode_tree` of the room `reading` does, with tensors of torch."""
+    return read_tree(catalog, record, doc, where, set() if seen is None else seen, torch_value)
 
 
 def wrapper_of(stored: Any, path: str) -> Any:
