@@ -9,40 +9,46 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal
 
-import torch
-
+import cnr_store
 from cnr_store.catalog.catalog import Url
-from cnr_store.errors import CheckpointError, EmptyStoreError, OptionError
-from cnr_store.integrations import lightning_averages as averages
-from cnr_store.integrations import lightning_metrics as logged
-from cnr_store.integrations.lightning_hooks import HookBehind, LastHooks, last_hook_of_validation
-from cnr_store.integrations.lightning_loaders import check_loaders, draw_again
-from cnr_store.integrations.lightning_optimizers import LoadedOptimizers
-from cnr_store.integrations.lightning_package import Callback, LightningModule, SIGTERMException, Trainer
-from cnr_store.integrations.lightning_schedulers import scheduler_states
-from cnr_store.integrations.lightning_state import (
-    TrainerState,
-    end_resumed_epoch,
-    ends_by_hooks,
-    forget_resumed,
-    is_given,
-    is_loaded_last,
+from cnr_store.errors import (
+    CheckpointError,
+    EmptyStoreError,
+    OptionError,
 )
-from cnr_store.integrations.lightning_warnings import warn_of_no_steps
-from cnr_store.integrations.metrics import figures
-from cnr_store.integrations.saved_moment import SavedMoment
+from cnr_store.integrations.lightning_hooks import (
+    HookBehind,
+    LastHooks,
+    averaging,
+    end_normalizing,
+    ends_by_hooks,
+    go_on_averaging,
+    last_hook_of_validation,
+    normalizes,
+    position,
+    restore_trained,
+    swapping,
+)
+from cnr_store.integrations.lightning_io import REMARKS, StoreIO
+from cnr_store.integrations.lightning_package import (
+    Callback,
+    LightningModule,
+    SIGTERMException,
+    Trainer,
+)
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.policies.checks import integer, number
-from cnr_store.training.checkpointer import Checkpointer
-from cnr_store.training.model.arguments import Overlap
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
-from cnr_store.training.saving.pending_save import PendingSave
 
 log = logging.getLogger("cnr_store")
 
+_BATCHES_TO_STEP = 1000
+
 
 class CnrCheckpoint(Callback):
-    """Saves the module in training, all its optimizers and schedulers, and the progress of `fit`.
+    """Saves the module in training, all its optimizers, and what Lightning keeps of a fit.
+
+    Lightning's own checkpoints become versions of the store, too: of a `ModelCheckpoint`, and what `ckpt_path` names.
 
     Parameters
     ----------
@@ -57,8 +63,7 @@ class CnrCheckpoint(Callback):
         ``keep_best`` of `Checkpointer` does. Each validation, and each epoch, that logs it is followed by a save. Each
         version's metadata has the epoch, and all metrics of one number that the module has logged at its step.
     resume
-        Whether `fit` continues from the newest version, if there is one, with the state of the other callbacks. Then
-        give no `ckpt_path`.
+        Whether `fit` continues from the newest version, if there is one. Then give no `ckpt_path`.
     options
         Those of `Checkpointer`, such as ``policy``, ``bits`` and ``state``.
 
@@ -67,6 +72,8 @@ class CnrCheckpoint(Callback):
     OptionError
         An option is out of range, or does not go with another; or, when `fit` starts, it has more than one process or
         a `TrackedReader` among its loaders.
+    StateError
+        When `fit` starts: a callback, a scheduler or a hook keeps something that can't be stored.
 
     Notes
     -----
@@ -100,76 +107,68 @@ class CnrCheckpoint(Callback):
         self._options = options
         if best := Rules(keep_best=options.get("keep_best")).keep_best:
             self._monitor = best[0]
-        self._pending: PendingSave | None = None  # whose figures the loggers have not got yet
-        self._saved_at = monotonic()
-        self._checkpointer: Checkpointer | None = None
-        self._saved_step: int | None = None  # the newest step saved or loaded
-        self._moment: SavedMoment | None = None  # of that step, if the fit may end with it
-        self._last = LastHooks(self._begin, self._end_epoch)
+        self._trainer: Any = None
+        self._io: Any = None  # the plugin of the trainer that this callback was made for
+        self._last = LastHooks(self._begin, self._before_end_of_epoch)
         self._behind: list[HookBehind] = []
-        self._step_before_batch = 0
-        self._waits_for_validation = self._monitor is not None
-        self._validated_step: int | None = None  # the newest whose validation logged the monitored metric
-        self._loaded_rng: dict[str, Any] | None = None  # until the first batch
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Let the hooks that save run behind those of all other callbacks, which may change what is saved."""
+        """Take the place of the plugin that saves and loads, and let hooks run behind those of all others."""
+        if self._saves():
+            raise OptionError("this CnrCheckpoint saves a fit that still runs: give each trainer its own")
+        if self._trainer is not trainer:
+            self._trainer, self._io = trainer, StoreIO(trainer, self._url, self._options)
+        self._io.forget()
         if stage == "fit" and not trainer.fast_dev_run:
-            trainer.callbacks = [*self._others(trainer), self._last]
+            # The first to begin: others go by their state at once.
+            trainer.callbacks = [self, *(one for one in self._others(trainer) if one is not self), self._last]
 
-    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the checkpointer and resume. Optimizers and schedulers exist by now."""
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Give Lightning what the newest version holds of the fit. Optimizers and schedulers exist by now."""
         if trainer.world_size != 1:
             raise OptionError(
                 f"CnrCheckpoint saves from one process, not {trainer.world_size}: give it devices=1 and num_nodes=1"
             )
-        if self._saves_another(trainer):
-            raise OptionError("this CnrCheckpoint saves a fit that still runs: give each trainer its own")
-        self._trainer_state = TrainerState(trainer)
-        self._metrics = logged.LoggedMetrics(trainer)
-        state = {
-            **(self._options.get("state") or {}),
-            "lightning.precision": trainer.precision_plugin,
-            **scheduler_states(trainer),
-            # The last to load, because callbacks may change all others.
-            "lightning.loops": self._trainer_state,
-        }
-        self._saved_step, self._saved_at = None, monotonic()
-        self._has_hooks = ends_by_hooks(trainer)
-        for name, call in (
-            ("on_train_start", self._start_training),
-            ("on_train_batch_end", self._end_batch),
-            (last_hook_of_validation(pl_module), self._end_validation),
-            ("on_train_end", self._end_training),
-        ):
-            self._behind.append(HookBehind(pl_module, name, partial(self._call_behind, call, trainer)))
-        options = {**self._options, "state": state}
-        self._checkpointer = Checkpointer(self._url, pl_module, trainer.optimizers, **options)
-        if self._resume:
-            own = rng_state()  # loaders are made from what the program has set, as at its first start
+        if self._resume and self._last in trainer.callbacks:
             with contextlib.suppress(EmptyStoreError):  # nothing was saved yet
-                self._saved_step = self._checkpointer.load().step
-                if is_given(trainer.ckpt_path):  # Lightning would load it over what was loaded
-                    raise OptionError(
-                        f"resume=True continues from step {self._saved_step} of {self._url}, and {trainer.ckpt_path} "
-                        "(of ckpt_path= or OnExceptionCheckpoint) from another state: leave one of them out"
-                    )
-                self._loaded_rng = rng_state()
-                set_rng_state(own)
-                behind = partial(self._call_behind, LoadedOptimizers(trainer).restore, trainer)
-                self._behind.append(HookBehind(pl_module, "on_fit_start", behind))
-        self._step_before_batch = trainer.global_step
+                self._resume_by(trainer._checkpoint_connector, self._io.restored("latest"))
 
-    def _call_behind(self, call: Callable[[Trainer], None], trainer: Any) -> None:
+    def _resume_by(self, connector: Any, checkpoint: dict[str, Any]) -> None:
+        if connector._loaded_checkpoint:
+            raise OptionError(
+                f"resume=True continues from step {checkpoint['global_step']} of {self._url}, and "
+                f"{connector._ckpt_path or 'another CnrCheckpoint'} (of ckpt_path= or OnExceptionCheckpoint) from "
+                "another state: leave one of them out"
+            )
+        connector._loaded_checkpoint = checkpoint
+        connector.restore_model()
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+
+    def _begin(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Make the checkpointer, and fill the model and the optimizers: callbacks may have changed both."""
+        self._validated_step: int | None = None  # the newest whose validation logged the monitored metric
+        self._rng_before_validation: dict[str, Any] | None = None
+        self._is_end, self._io.remarks = False, {}
+        loop = trainer.fit_loop
+        for place, name, call in (
+            (pl_module, "on_train_start", self._start_training),
+            (loop.epoch_loop, "on_advance_end", self._end_batch),
+            (pl_module, last_hook_of_validation(pl_module), self._end_validation),
+            (loop, "on_advance_end", self._end_epoch),
+            (pl_module, "on_train_end", self._end_training),
+            (loop, "load_state_dict", position),
+        ):
+            self._behind.append(HookBehind(place, name, partial(self._call_behind, call, trainer)))
+        self._loaded_rng = self._io.begin()  # until the first batch
+        self._step_before_batch, self._saved_at = self._io.saved_step or 0, monotonic()
+
+    def _call_behind(self, call: Callable[[Any], None], trainer: Any) -> None:
         """Call what comes behind a hook, but for fits within this one: of finders, or of another trainer."""
         now = trainer.lightning_module.trainer
         is_another = now is not trainer and now.state.status == "running"
         if self._last in trainer.callbacks and not is_another:
             call(trainer)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the loaders. They exist by now."""
-        check_loaders(trainer.train_dataloader)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -177,118 +176,133 @@ class CnrCheckpoint(Callback):
         """Note the step: a batch may take several, or none."""
         self._step_before_batch = trainer.global_step
 
-    def _start_training(self, trainer: Trainer) -> None:
-        """Restore the random number generators again, because making the loaders, and other things, drew from them.
+    def _start_training(self, trainer: Any) -> None:
+        """Check what is to be stored, and restore the random number generators: making the loaders drew from them."""
+        for loader in trainer.fit_loop._combined_loader.flattened:
+            if isinstance(loader, cnr_store.TrackedReader):
+                raise OptionError(
+                    "a TrackedReader counts a batch as trained once it is read, and Lightning takes batches ahead, so "
+                    "a resumed fit would skip samples: give the trainer torchdata's StatefulDataLoader"
+                )
+        self._io.check()
+        if self._io.version is not None:
+            ours = self._io.checkpoint[REMARKS]
+            self._io.metrics.restore(ours["metrics"])
+            if ours.get("cut_off"):
+                loop = trainer.fit_loop.epoch_loop
+                self._behind.append(HookBehind(loop, "advance", partial(self._validate_first, loop)))
+            if ours.get("averaged_by"):
+                log.warning(
+                    "version %s is the end of a fit, where %s put the average into the model: training continues from "
+                    "the average, not from the weights that were trained",
+                    *(self._io.version, ", ".join(ours["averaged_by"])),
+                )
+            if trainer.fit_loop.restarting:
+                go_on_averaging(trainer)
+        self._io.forget()
+        if self._loaded_rng is not None:
+            set_rng_state(self._loaded_rng)
+            if not trainer.fit_loop.restarting:
+                # Lightning then draws the order of the next epoch from these.
+                trainer.fit_loop._resuming_from_checkpoint = False
 
-        Where a validation follows the batch that was saved, Lightning makes its iterator later, but does not run it.
-        """
-        state, self._loaded_rng = self._loaded_rng, None
-        if state is not None:
-            averages.accumulate_as_scheduled(trainer)
-            self._trainer_state.check_loaders()
-            self._trainer_state.restore_metrics()
-            self._metrics.note(is_of_now=False)
-            if self._trainer_state.validates_first:
-                self._behind.append(self._metrics.validation_first(self._trainer_state))
-            if self._options.get("rng", True) and is_loaded_last(trainer, self._trainer_state):
-                set_rng_state(state)
-                draw_again(trainer, self._trainer_state.is_epoch_end)
-                passing = trainer.fit_loop.epoch_loop.val_loop, "increment_progress_to_evaluation_end"
-                self._behind.append(HookBehind(*passing, partial(set_rng_state, state)))
+    def _validate_first(self, loop: Any) -> None:
+        """Let a fit that resumes where a validation was cut off run it, whole. Lightning would leave it out."""
+        if loop._skip_next_val:
+            loop._skip_next_val = loop.val_loop.restarting = False
+            self._step_before_batch = -1
 
-    def _end_batch(self, trainer: Trainer) -> None:
-        """Save if due. After the last batch the save waits for the end of the epoch: `fit` can't resume in between.
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Note the random numbers before a validation: if a SIGTERM cuts it off, a resumed fit runs all of it."""
+        loop = trainer.fit_loop
+        if self._options.get("rng", True) and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+            self._rng_before_validation = rng_state()
 
-        If a validation follows, from which the metric is awaited that tells the best, the save waits for it.
-        """
-        self._trainer_state.is_epoch_end = False
-        self._log_figures(trainer)
-        warn_of_no_steps(trainer)
-        self._metrics.note_batch()  # also if nothing is saved: the next version is of other weights
-        if self._trainer_state.holds_loops:  # no validation came behind the batch before
-            self._trainer_state.release_loops()
-            self._waits_for_validation = logged.goes_by_clock(trainer)
-        may_wait = self._waits_for_validation and trainer.global_step > self._step_before_batch
-        validates = may_wait and logged.will_validate(trainer)
-        if self._is_due(trainer) and not trainer.is_last_batch and not validates:
-            self._save(trainer, ends="step")
-        if validates or (may_wait and logged.goes_by_clock(trainer) and not trainer.is_last_batch):
-            self._trainer_state.hold_loops()
-
-    def _end_validation(self, trainer: Trainer) -> None:
-        """Save what was validated, if it has the metric or a save is due, with the loops as at the end of the batch."""
+    def _end_validation(self, trainer: Any) -> None:
+        """Save what was validated, if it has the metric or a save is due. Lightning goes on behind it."""
         if trainer.sanity_checking:
             return
-        if self._monitor in self._metrics.note():
+        if self._monitor in self._io.metrics.note():
             self._validated_step = trainer.global_step
-        if self._trainer_state.holds_loops:
-            # Validation runs in inference mode, whose tensors training could not write.
-            with torch.inference_mode(mode=False), torch.enable_grad():
-                if self._validated_step == trainer.global_step:
-                    self._saved_step = None  # if it is saved already, then without the metric
-                    self._save(trainer, ends="step")
-                elif self._is_due(trainer):
-                    self._save(trainer, ends="step")
-            self._trainer_state.release_loops()
+        is_best = self._validated_step == trainer.global_step > self._step_before_batch
+        if (is_best or self._is_due(trainer)) and not trainer.is_last_batch:
+            self._save(trainer, again=is_best)
 
-    def _end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if due after the last batch.
+    def _end_batch(self, trainer: Any) -> None:
+        """Save if due. After the last batch the save waits for the end of the epoch."""
+        self._io.note_saved()
+        self._io.metrics.note()  # also if nothing is saved: the next version is of other weights
+        batches = trainer.fit_loop.total_batch_idx + 1
+        if trainer.global_step == 0 and (batches == _BATCHES_TO_STEP or trainer.is_last_batch):
+            self._io.tell(
+                f"{batches} batches were trained without an optimizer step that Lightning counts, so nothing is saved "
+                "before the end: with manual optimization, step the optimizers of self.optimizers()",
+            )
+        if self._is_due(trainer) and not trainer.is_last_batch:
+            self._save(trainer)
 
-        At the end of an epoch in which `fit` resumed, Lightning does not step schedulers by a metric.
-        """
-        self._trainer_state.is_epoch_end = True
-        end_resumed_epoch(trainer)
-        is_logged = self._monitor in self._metrics.note() or self._validated_step == trainer.global_step
-        if is_logged:
-            self._saved_step = None  # if it is saved already, then without the metric
-        if is_logged or self._is_due(trainer):
-            self._save(trainer, ends=None if trainer.fit_loop.restarting else "epoch")
+    def _before_end_of_epoch(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Do what Lightning leaves out in an epoch in which a fit resumed, for want of metrics."""
+        end_normalizing(trainer)
+        if trainer.fit_loop.restarting and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
-    def _end_training(self, trainer: Trainer) -> None:
+    def _end_epoch(self, trainer: Any) -> None:
+        """Save if due after the last batch, behind the step of schedulers that follow a metric."""
+        is_best = self._monitor in self._io.metrics.note() or self._validated_step == trainer.global_step
+        if is_best or self._is_due(trainer):
+            self._save(trainer, again=is_best)
+
+    def _end_training(self, trainer: Any) -> None:
         """Save the end of training, after waiting for the save before it.
 
         Averages are written in a way that torch does not count, so they are saved whole.
         """
-        self._trainer_state.is_end = True
-        self._save_last(trainer, full=bool(averages.averaging(trainer)))
-
-    def _save_last(self, trainer: Trainer, full: bool = False) -> None:
-        """Save, also a step that is saved already, unless nothing has changed since: any hook may change any state."""
-        module, beside = trainer.lightning_module, self._trainer_state.beside_model
-        was_saved = self._saved_step == trainer.global_step
-        moment = None if full or self._has_hooks else self._moment
-        if moment is None or not moment.is_still(module, beside()):
-            self._saved_step = None
+        averages, has_hooks = bool(averaging(trainer)), ends_by_hooks(trainer)
+        self._is_end, self._io.remarks = True, {"averaged_by": [one.state_key for one in averaging(trainer)]}
         # Hooks and averages may have made other weights than those that the metrics are of.
-        is_same = moment is not None and moment.is_still_trained(module)
-        is_other = (was_saved or full) and not is_same and not averages.validates_average(trainer)
-        self._save(trainer, overlap="wait", full=full, with_metrics=not is_other)
+        is_other = averages or (has_hooks and self._io.saved_step == trainer.global_step)
+        self._save(
+            trainer,
+            again=averages or has_hooks,
+            overlap="wait",
+            full=averages,
+            with_metrics=bool(swapping(trainer)) or not is_other,
+        )
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Wait for the save under way, and stop tracking."""
-        self._close(trainer)
-        self._log_figures(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the end of training if a SIGTERM causes it, but nothing after an error, and wait for the save."""
-        if self._saves_another(trainer):
+        if not self._saves():
             return
-        if self._checkpointer is not None:
-            self._checkpointer._saves.hurry()
+        if not self._is_end and (left := [one for one in averaging(trainer) if not normalizes(one)]):
+            log.warning(
+                "the fit was cut off between its last step and its end, and Lightning trains no more: %s will not put "
+                "the average into the model",
+                ", ".join(one.state_key for one in left),
+            )
+        self._close(trainer)
+        self._io.note_saved()
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save the end of training if a SIGTERM causes it, but nothing after an error, and wait for the save."""
+        if not self._saves() or trainer is not self._trainer:
+            return
+        self._io.checkpointer._saves.hurry()
         try:
             # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
-            is_ahead = trainer.global_step > self._step_before_batch and self._checkpointer is not None
-            if isinstance(exception, SIGTERMException) and is_ahead:
-                self._trainer_state.is_cut_off = self._metrics.is_cut_off()
-                averages.restore_trained(trainer, exception)
-                self._trainer_state.release_loops()
-                self._save_last(trainer)
+            if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before_batch:
+                if trainer.validating:  # the resumed fit runs all of this validation
+                    self._io.remarks = {"cut_off": True}
+                    restore_trained(trainer, exception)
+                    if self._rng_before_validation is not None:
+                        set_rng_state(self._rng_before_validation)
+                self._save(trainer, again=True, overlap="wait")
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise
             log.error("the last save, of step %d, was not begun: %s", trainer.global_step, error)
         with contextlib.suppress(CheckpointError):  # logged when the save failed
             self._close(trainer)
 
-    def _is_due(self, trainer: Trainer) -> bool:
+    def _is_due(self, trainer: Any) -> bool:
         """Whether this batch reached or passed the next multiple of `every_n_steps`, or the minutes are over.
 
         A batch may take several steps, or none while it accumulates gradients, which are not saved.
@@ -297,54 +311,28 @@ class CnrCheckpoint(Callback):
         if step <= self._step_before_batch:
             return False
         is_late = seconds is not None and monotonic() - self._saved_at >= seconds
-        return is_late or (every is not None and step // every > (self._saved_step or 0) // every)
+        return is_late or (every is not None and step // every > (self._io.saved_step or 0) // every)
 
-    def _save(
-        self,
-        trainer: Trainer,
-        overlap: Overlap | None = None,
-        full: bool = False,
-        ends: str | None = None,
-        with_metrics: bool = True,
-    ) -> None:
-        step = trainer.global_step
-        if self._checkpointer is None or step == self._saved_step:
+    def _save(self, trainer: Any, again: bool = False, **how: Any) -> None:
+        if not self._saves() or (trainer.global_step == self._io.saved_step and not again):
             return
-        self._trainer_state.ends = ends
-        metrics = self._metrics.of_this_step() if with_metrics else {}
-        if self._monitor is not None:
-            self._metrics.warn_without(self._monitor)
-        pending = self._checkpointer.save(
-            step, metadata={**metrics, "epoch": trainer.current_epoch}, full=full, overlap=overlap
-        )
-        if not pending.skipped:
-            self._log_figures(trainer)
-            self._saved_step, self._saved_at, self._pending = step, monotonic(), pending
-            module, beside = trainer.lightning_module, self._trainer_state.beside_model(saved=True)
-            is_last = trainer.should_stop or 0 <= trainer.max_steps <= step
-            may_end = is_last or self._trainer_state.is_epoch_end
-            self._moment = SavedMoment(module, beside) if may_end else None
+        if self._monitor is not None and self._monitor not in trainer.callback_metrics:
+            self._io.tell(
+                f"step {trainer.global_step} is saved without the metric {self._monitor!r}, so it can't be one of the "
+                "best, nor can those before the first validation that logs it: the module has logged "
+                f"{', '.join(self._io.metrics.of_this_step()) or 'nothing'}",
+            )
+        if self._io.store(trainer._checkpoint_connector.dump_checkpoint(False), **how):
+            self._saved_at = monotonic()
 
-    def _log_figures(self, trainer: Trainer) -> None:
-        """Hand the figures of the last save to the loggers once it is committed: they are for this thread alone."""
-        pending = self._pending
-        if pending is None or not pending.done():
-            return
-        self._pending = None
-        for logger in trainer.loggers:
-            logger.log_metrics(figures(pending), step=pending.step)
-
-    def _saves_another(self, trainer: Any) -> bool:
-        return self._checkpointer is not None and self._trainer_state.runs_beside(trainer)
+    def _saves(self) -> bool:
+        return self._io is not None and self._io.checkpointer is not None
 
     def _others(self, trainer: Any) -> list[Callback]:
         return [callback for callback in trainer.callbacks if callback is not self._last]
 
     def _close(self, trainer: Any) -> None:
         trainer.callbacks = self._others(trainer)
-        forget_resumed(trainer)
         while self._behind:
             self._behind.pop().remove()
-        checkpointer, self._checkpointer = self._checkpointer, None
-        if checkpointer is not None:
-            checkpointer.close()
+        self._io.close()

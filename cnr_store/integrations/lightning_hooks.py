@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
+from inspect import unwrap
 from typing import Any
 
-from cnr_store.integrations.lightning_package import LightningModule, Trainer, callbacks
+from cnr_store.integrations.lightning_package import Callback, LightningModule, Trainer, callbacks
 
+_KNOWN_MODULES = ("lightning.", "pytorch_lightning.", "cnr_store.")
+"""How the names of modules begin whose callbacks are not the user's own."""
+
+_RESTORED = "_cnr_store_restored_trained"
 _Call = Callable[[Trainer, LightningModule], None]
 
 
@@ -38,8 +43,92 @@ def last_hook_of_validation(module: LightningModule) -> str:
     return own if getattr(type(module), own) is not getattr(LightningModule, own) else "on_validation_end"
 
 
-def _nothing() -> None:
-    return
+def ends_by_hooks(trainer: Any) -> bool:
+    """Whether code of the user's runs when training ends, which may change any state."""
+    own = [one for one in trainer.callbacks if not type(one).__module__.startswith(_KNOWN_MODULES)]
+    return _overrides_end(trainer.lightning_module, LightningModule) or any(
+        _overrides_end(one, Callback) for one in own
+    )
+
+
+def _overrides_end(value: Any, base: Any) -> bool:
+    return getattr(unwrap(value.on_train_end), "__func__", None) is not base.on_train_end
+
+
+def swapping(trainer: Any) -> list[Any]:
+    """The callbacks that put an average in the place of the weights in validations, and when training has ended."""
+    return _of_kind(trainer, "WeightAveraging")
+
+
+def averaging(trainer: Any) -> list[Any]:
+    """The callbacks that have put an average into the model, when training has ended."""
+    others = [
+        one
+        for one in _of_kind(trainer, "StochasticWeightAveraging")
+        if one._max_epochs == -1 or trainer.current_epoch > one.swa_end
+    ]
+    return [*swapping(trainer), *others]
+
+
+def normalizes(callback: Any) -> bool:
+    """Whether the average is put into the model when another epoch starts, for batch normalization."""
+    is_stochastic = isinstance(callback, callbacks.StochasticWeightAveraging)
+    return is_stochastic and bool(callback._model_contains_batch_norm) and callback._max_epochs != -1
+
+
+def go_on_averaging(trainer: Any) -> None:
+    """Make the scheduler of `StochasticWeightAveraging` in an epoch that is resumed.
+
+    Lightning makes it when an epoch starts, and lets it move the learning rates, which optimizers were given already.
+    """
+    for one in _of_kind(trainer, "StochasticWeightAveraging"):
+        if one._scheduler_state is not None and one.swa_start <= trainer.current_epoch <= one.swa_end:
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            settings = [dict(group) for group in groups]
+            one.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, loaded in zip(groups, settings, strict=True):
+                group.update(loaded)
+
+
+def end_normalizing(trainer: Any) -> None:
+    """Let the last epoch of `StochasticWeightAveraging`, which only normalizes batches, end also if it was resumed.
+
+    Lightning notes when that epoch starts what it resets at the end of training.
+    """
+    for one in _of_kind(trainer, "StochasticWeightAveraging"):
+        is_last = normalizes(one) and trainer.current_epoch > one.swa_end
+        if is_last and not hasattr(one, "_accumulate_grad_batches"):
+            one._accumulate_grad_batches = trainer.accumulate_grad_batches
+            trainer.fit_loop.max_batches += 1
+
+
+def restore_trained(trainer: Any, exception: Any) -> None:
+    """Give the model its trained weights again, if a validation was broken off with the average in their place.
+
+    Once an exception: each callback that saves gets it, and a second swap would bring the average back.
+    """
+    if not getattr(exception, _RESTORED, False):
+        setattr(exception, _RESTORED, True)
+        for one in swapping(trainer):
+            one.on_validation_epoch_end(trainer, trainer.lightning_module)
+
+
+def position(trainer: Any) -> None:
+    """Let a fit loop go on where its state, which was just loaded, says, where Lightning would not."""
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress.current
+    if epochs.ready == epochs.started == epochs.processed:  # with `max_steps`, this epoch would restart
+        loop._restarting = loop.epoch_loop.restarting = False
+    # `estimated_stepping_batches` and finders make loaders before their state is known.
+    is_made = loop._combined_loader is not None and not loop._should_reload_train_dl
+    if loop.restarting and is_made and loop._combined_loader_states_to_load:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
+def _of_kind(trainer: Any, name: str) -> list[Any]:
+    kind = getattr(callbacks, name, None)  # Lightning 2.4 has no WeightAveraging
+    return [] if kind is None else [one for one in trainer.callbacks if isinstance(one, kind)]
 
 
 class HookBehind:
@@ -71,7 +160,7 @@ class HookBehind:
 
     def remove(self) -> None:
         """Give the module its hook back, and call nothing any more where another one took this one's place."""
-        self._after = _nothing
+        self._after = lambda: None
         if vars(self._module).get(self._name) is not self:
             return
         delattr(self._module, self._name)

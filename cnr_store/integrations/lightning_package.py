@@ -7,24 +7,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+    from lightning.pytorch.plugins import CheckpointIO
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
+    from pytorch_lightning.plugins import CheckpointIO
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 else:
     try:
         from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+        from lightning.pytorch.plugins import CheckpointIO
         from lightning.pytorch.utilities.exceptions import SIGTERMException
     except ModuleNotFoundError:
         try:
             from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
+            from pytorch_lightning.plugins import CheckpointIO
             from pytorch_lightning.utilities.exceptions import SIGTERMException
         except ModuleNotFoundError as error:
             raise ImportError(
                 "this needs Lightning: pip install 'cnr-store[lightning]'", name=error.name
             ) from error
 
-__all__ = ["KNOWN_MODULES", "Callback", "LightningModule", "SIGTERMException", "Trainer", "callbacks"]
-
-KNOWN_MODULES = ("lightning.", "pytorch_lightning.", "cnr_store.")
-"""How the names of modules begin whose callbacks are not the user's own."""
+__all__ = ["Callback", "CheckpointIO", "LightningModule", "SIGTERMException", "Trainer", "callbacks"]

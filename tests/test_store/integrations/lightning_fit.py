@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
 
-from cnr_store.integrations.lightning_hooks import HookBehind
-
 BATCHES, EPOCHS = 8, 3
 WARNINGS = (
     "ignore:.*does not have many workers.*",
@@ -25,7 +23,14 @@ class Behind(Callback):
     """Calls `behind_batch` behind all hooks of a batch's end, also of callbacks listed before it that come last."""
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        HookBehind(pl_module, "on_train_batch_end", lambda: self.behind_batch(trainer))
+        loop = trainer.fit_loop.epoch_loop
+        hook = loop.on_advance_end
+
+        def behind(*args: Any) -> None:
+            hook(*args)
+            self.behind_batch(trainer)
+
+        loop.on_advance_end = behind
 
     def behind_batch(self, trainer: Any) -> None:
         raise NotImplementedError
@@ -71,6 +76,7 @@ def fit(
     logger: Any = False,
     enable_checkpointing: bool = False,
     shuffle: bool = True,
+    ckpt_path: Any = None,
     **options: Any,
 ) -> tuple[Module, Trainer]:
     module = module or Module()
@@ -87,5 +93,5 @@ def fit(
         callbacks=list(callbacks),
         **options,
     )
-    trainer.fit(module, loader, validation)
+    trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
     return module, trainer

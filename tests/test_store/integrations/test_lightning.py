@@ -55,16 +55,19 @@ class ManualModule(Module):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.table, self.top)]
 
 
-class SavedBatches(Behind):
-    """Notes behind which batch each save comes; to be listed behind the callback that saves."""
+class At(Callback):
+    """Its state is the batch behind which it is asked for it."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.found: dict[int, int] = {}
+    batch = -1
 
-    def behind_batch(self, trainer: Trainer) -> None:
-        for version in cnr_store.versions(self._url):
-            self.found.setdefault(version.step, trainer.fit_loop.batch_idx)
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, at: int) -> None:
+        self.batch = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self.batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batch = state_dict["batch"]
 
 
 @pytest.mark.slow
@@ -110,17 +113,10 @@ def test_saves_come_whatever_steps_a_batch_takes(
 
 
 def test_nothing_is_saved_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
-    class Waits(Behind):
-        def behind_batch(self, trainer: Trainer) -> None:
-            checkpointer = saves._checkpointer
-            if checkpointer is not None and checkpointer._saves.latest is not None:
-                checkpointer._saves.latest.result()
-
-    url = str(tmp_path / "store")
-    saves, batches = CnrCheckpoint(url, 1), SavedBatches(url)
-    fit(tmp_path, saves, Waits(), batches, max_epochs=1, accumulate_grad_batches=3)
-    assert batches.found == {1: 2, 2: 5}
-    assert [version.step for version in cnr_store.versions(url)] == [1, 2, 3]
+    url, at = str(tmp_path / "store"), At()
+    fit(tmp_path, CnrCheckpoint(url, 1, state={"at": at}), at, max_epochs=1, accumulate_grad_batches=3)
+    found = {one.step: cnr_store.state_of(url, one)["state"]["at"] for one in cnr_store.versions(url)}
+    assert found == {1: {"batch": 2}, 2: {"batch": 5}, 3: {"batch": 7}}
 
 
 def test_a_fit_that_dies_in_its_first_accumulation_has_saved_nothing(tmp_path: Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -182,39 +181,6 @@ class Keeps(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.value = state_dict["value"]
-
-
-class KeepsAnother(Keeps):
-    pass
-
-
-def test_a_state_that_cannot_be_stored_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url = str(tmp_path / "store")
-    fit(tmp_path, CnrCheckpoint(url, 2), Keeps(PurePosixPath("a")), KeepsAnother(3), max_epochs=1)
-    assert caplog.text.count("the state of the callback Keeps can't be stored") == 1
-    caplog.clear()
-    first, second = Keeps(PurePosixPath("b")), KeepsAnother(4)
-    fit(tmp_path, CnrCheckpoint(url, 2, resume=True), first, second, max_epochs=1)
-    assert "Keeps could not be stored" in caplog.text
-    assert (first.value, second.value) == (PurePosixPath("b"), 3)
-
-
-@pytest.mark.parametrize("value", [torch.eye(3).to_sparse(), torch.empty(3, device="meta"), np.array([{}])])
-def test_arrays_without_plain_values_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
-) -> None:
-    url = str(tmp_path / "store")
-    fit(tmp_path, CnrCheckpoint(url, 2), Keeps(value), max_epochs=1)
-    assert caplog.text.count("the state of the callback Keeps can't be stored") == 1
-    assert len(cnr_store.versions(url)) > 1
-
-
-def test_callbacks_that_came_or_went_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url = str(tmp_path / "store")
-    fit(tmp_path, CnrCheckpoint(url, 2), Keeps(1), max_epochs=1)
-    fit(tmp_path, CnrCheckpoint(url, 2, resume=True), KeepsAnother(1), max_epochs=1)
-    assert "holds no state of KeepsAnother" in caplog.text
-    assert "holds the state of Keeps, which this trainer lacks" in caplog.text
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it ships no types
+from torch.utils.data import DataLoader, TensorDataset
 
 import cnr_store
 from cnr_backends import open_backend
@@ -106,23 +105,6 @@ def test_a_sigterm_does_not_wait_for_storage_that_is_away(tmp_path: Path) -> Non
     assert {version.step for version in cnr_store.versions(tmp_path / "store")} <= {5}
 
 
-@pytest.mark.parametrize(
-    ("hook", "step", "is_missed"),
-    [
-        ("on_train_batch_end", BATCHES, True),
-        ("on_validation_batch_end", BATCHES, True),
-        ("on_train_batch_end", BATCHES - 1, False),
-        ("on_train_epoch_end", BATCHES, False),
-    ],
-)
-def test_a_validation_that_a_sigterm_forestalls_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str, step: int, is_missed: bool
-) -> None:
-    told_to_end(tmp_path, hook, step)
-    told = [one.getMessage() for one in caplog.records if "SIGTERM came before" in one.getMessage()]
-    assert [f"behind step {step} " in one for one in told] == [True] * is_missed
-
-
 class Measured(Module):
     """Its metric is better at each validation, of which it notes the steps and the batches."""
 
@@ -180,21 +162,6 @@ def test_a_sigterm_before_the_first_batch_of_a_resumed_fit_saves_nothing(tmp_pat
     assert [version.id for version in cnr_store.versions(url)] == saved
 
 
-def test_a_fit_that_was_told_to_stop_says_that_it_trains_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Stops(Callback):
-        def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-            trainer.should_stop = True
-
-    url = str(tmp_path / "store")
-    for number in (1, 2):
-        _, trainer = fit(tmp_path, CnrCheckpoint(url, 100, resume=True), Stops())
-        assert trainer.global_step == number * BATCHES
-        told = [one.levelname for one in caplog.records if "told to stop" in one.getMessage()]
-        assert told == ["WARNING"] * (number - 1)
-
-
 def test_a_sigterm_in_the_middle_of_an_accumulation_saves_nothing(tmp_path: Path) -> None:
     first, second, saved = told_to_end(tmp_path, "on_train_batch_start", step=2, accumulate_grad_batches=3)
     assert saved == []
@@ -230,32 +197,6 @@ def test_readers_that_lightning_takes_ahead_of_training_are_refused(
         trainer.fit(module)
     assert module.seen == []
     assert cnr_store.versions(url) == []
-
-
-@pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.filterwarnings("ignore:Your .IterableDataset. has .__len__. defined")
-def test_a_loader_that_lightning_takes_ahead_since_it_has_no_length_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, sized: bool
-) -> None:
-    class Stream(IterableDataset[list[torch.Tensor]]):
-        def __iter__(self) -> Iterator[list[torch.Tensor]]:
-            return iter([[torch.tensor(row), torch.tensor(0.5)] for row in range(16)])
-
-    class Sized(Stream):
-        def __len__(self) -> int:
-            return 16
-
-    loader = StatefulDataLoader(Sized() if sized else Stream(), batch_size=4)
-    saves = CnrCheckpoint(str(tmp_path / "store"), 1)
-    options: Any = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "callbacks": saves,
-        "log_every_n_steps": 1,
-    }
-    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **options)
-    trainer.fit(Module(), loader)
-    assert ("a StatefulDataLoader has no length" in caplog.text) is not sized
 
 
 def test_a_callback_saves_one_fit_at_a_time(tmp_path: Path) -> None:

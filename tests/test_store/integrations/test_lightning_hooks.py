@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
-    GradientAccumulationScheduler,
     LearningRateFinder,
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -140,17 +139,6 @@ def test_schedulers_that_go_by_a_metric_miss_no_step(tmp_path: Path, interval: s
     fit(tmp_path, CnrCheckpoint(url, 1, bits=32, resume=True), rates, module=OnPlateau(interval))
     assert len(set(whole.seen.values())) > 1
     assert rates.seen == whole.seen
-
-
-@pytest.mark.slow
-def test_gradients_are_accumulated_as_the_epoch_wants_it(tmp_path: Path) -> None:
-    def scheduled(*others: Callback) -> Module:
-        return fit(tmp_path, GradientAccumulationScheduler({0: 1, 1: 2}), *others)[0]
-
-    undisturbed, url = scheduled(), str(tmp_path / "store")
-    with pytest.raises(StopsError):
-        scheduled(CnrCheckpoint(url, 1, bits=32), StopsAt(BATCHES + 2))
-    assert_equal(undisturbed, scheduled(CnrCheckpoint(url, 1, bits=32, resume=True)))
 
 
 def test_the_end_of_a_fit_has_what_changed_since_its_last_step_was_saved(tmp_path: Path) -> None:

@@ -63,28 +63,6 @@ def test_a_plain_loader_draws_the_order_of_the_next_epoch_once(
 
 
 @pytest.mark.slow
-def test_a_loader_with_its_own_state_repeats_no_order_in_programs_that_seed_themselves(
-    tmp_path: Path,
-) -> None:
-    url, whole = (
-        str(tmp_path / "store"),
-        fit(tmp_path)[0],
-    )  # a Module sets the seed, and its loader is made behind it
-    with pytest.raises(StopsError):
-        fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32), StopsAt(BATCHES + 2))
-    rest, _ = fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32, resume=True), max_epochs=4)
-    again, _ = fit(tmp_path, CnrCheckpoint(url, BATCHES, bits=32, resume=True), max_epochs=5)
-    epoch = len(whole.seen) // EPOCHS
-    orders = [
-        tuple(seen[at : at + epoch])
-        for seen in (whole.seen[:epoch], rest.seen, again.seen)
-        for at in range(0, len(seen), epoch)
-    ]
-    assert len(orders) == 1 + 3 + 1
-    assert len(set(orders)) == len(orders)
-
-
-@pytest.mark.slow
 def test_loaders_are_made_with_the_numbers_that_the_program_has_set(tmp_path: Path) -> None:
     class Splits(Module):
         def train_dataloader(self) -> Any:
@@ -175,7 +153,7 @@ class OneCycle(Module):
 @pytest.mark.slow
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize("stop", [BATCHES, BATCHES + 3])
-@pytest.mark.parametrize(("shuffle", "reload"), [(False, 0), (True, 0), (False, 1)])
+@pytest.mark.parametrize(("shuffle", "reload"), [(False, 0), (True, 0)])
 def test_loaders_made_before_the_resume_go_on(tmp_path: Path, stop: int, shuffle: bool, reload: int) -> None:
     def run(*callbacks: Callback) -> tuple[Module, Trainer]:
         options: Any = {"shuffle": shuffle, "reload_dataloaders_every_n_epochs": reload}
@@ -211,24 +189,6 @@ def test_a_finder_does_not_move_the_loaders_of_a_resume(tmp_path: Path) -> None:
     left = whole.seen[(BATCHES + 4) * 16 :]
     assert rest.seen[-len(left) :] == left
     assert_equal(rest, whole)
-
-
-def test_a_loader_that_begins_anew_in_an_epoch_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class BeginsAnew(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            fetcher: Any = trainer.fit_loop._data_fetcher
-            iter(fetcher)
-
-    url = str(tmp_path / "store")
-    with pytest.raises(StopsError):
-        fit(tmp_path, CnrCheckpoint(url, 1, bits=32), StopsAt(BATCHES + 3))
-    for callbacks in ([], [BeginsAnew()]):
-        with pytest.raises(StopsError):
-            fit(tmp_path, *callbacks, CnrCheckpoint(url, 1, bits=32, resume=True), StopsAt(BATCHES + 3))
-        told = "before batch 3 of an epoch, and the loader continues with batch 0"
-        assert (told in caplog.text) == bool(callbacks)
 
 
 def _epochs(seen: list[int], epoch: int) -> list[list[int]]:

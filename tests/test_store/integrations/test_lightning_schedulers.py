@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,35 +44,6 @@ def test_a_scheduler_that_took_the_place_of_another_is_saved(tmp_path: Path) -> 
     resumed, other = fit(tmp_path, again, module=Restarts())
     assert_equal(whole, resumed)
     assert other.optimizers[0].param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"]
-
-
-class AddsScheduler(Module):
-    def on_train_epoch_start(self) -> None:
-        configs = self.trainer.lr_scheduler_configs
-        if len(configs) == 1:
-            scheduler = torch.optim.lr_scheduler.StepLR(self.trainer.optimizers[0], 7)
-            configs.append(replace(configs[0], scheduler=scheduler))
-
-
-def test_a_scheduler_that_came_in_the_fit_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path, CnrCheckpoint(str(tmp_path / "store"), 2, bits=32), module=AddsScheduler())
-    assert caplog.text.count("the trainer had 1 schedulers when the fit started and has 2") == 1
-
-
-class TakesAnother(Module):
-    def on_train_epoch_start(self) -> None:
-        (optimizer,), (config,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
-        if self.trainer.current_epoch == 1:
-            config.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-
-
-@pytest.mark.slow
-def test_a_scheduler_of_another_class_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    url = str(tmp_path / "store")
-    with pytest.raises(StopsError):
-        fit(tmp_path, CnrCheckpoint(url, 1, bits=32), StopsAt(BATCHES + 3), module=TakesAnother())
-    assert caplog.text.count("in the place of the scheduler StepLR is ExponentialLR") == 1
-    fit(tmp_path, CnrCheckpoint(url, 1, bits=32, resume=True), module=Module())
 
 
 class WarmsUp(Module):
