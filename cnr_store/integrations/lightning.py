@@ -281,26 +281,29 @@ class CnrCheckpoint(Callback):
                 ", ".join(one.state_key for one in left),
             )
         self._close(trainer)
-        self._io.note_saved()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the end of training if a SIGTERM causes it, but nothing after an error, and wait for the save."""
-        if not self._saves() or trainer is not self._trainer:
+        if trainer is not self._trainer:
             return
-        self._io.checkpointer._saves.hurry()
         try:
-            # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
-            if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before_batch:
-                if trainer.validating:  # the resumed fit runs all of this validation
-                    self._io.remarks = {"cut_off": True}
-                    restore_trained(trainer, exception)
-                    if self._rng_before_validation is not None:
-                        set_rng_state(self._rng_before_validation)
-                self._save(trainer, again=True, overlap="wait")
+            if self._saves():
+                self._io.checkpointer._saves.hurry()
+                self._save_of_signal(trainer, exception)
         except CheckpointError as error:  # only logged: the exception that ends training is the one to raise
             log.error("the last save, of step %d, was not begun: %s", trainer.global_step, error)
         with contextlib.suppress(CheckpointError):  # logged when the save failed
             self._close(trainer)
+
+    def _save_of_signal(self, trainer: Any, exception: BaseException) -> None:
+        # Lightning acts on the signal between batches. A last batch without a step only accumulated gradients.
+        if isinstance(exception, SIGTERMException) and trainer.global_step > self._step_before_batch:
+            if trainer.validating:  # the resumed fit runs all of this validation
+                self._io.remarks = {"cut_off": True}
+                restore_trained(trainer, exception)
+                if self._rng_before_validation is not None:
+                    set_rng_state(self._rng_before_validation)
+            self._save(trainer, again=True, overlap="wait")
 
     def _is_due(self, trainer: Any) -> bool:
         """Whether this batch reached or passed the next multiple of `every_n_steps`, or the minutes are over.

@@ -139,9 +139,12 @@ class StoreIO(CheckpointIO):
         metrics = self.metrics.of_this_step() if with_metrics else {}
         # Lightning counts an epoch as soon as it has ended, and what is saved then is still of it.
         epoch = max(0, self._trainer.fit_loop.epoch_progress.current.ready - 1)
+        for earlier, earlier_marker in self._under_way:
+            if earlier_marker is not None:  # it has its tag before retention looks at it
+                earlier.settled.wait()
+        self.note_saved()
         pending = self.checkpointer.save(step, metadata={**metrics, "epoch": epoch}, **how)
         if not pending.skipped:
-            self.note_saved()
             self.saved_step = step
             self._under_way.append((pending, marker))
         return not pending.skipped
@@ -222,7 +225,10 @@ class StoreIO(CheckpointIO):
         self.forget()
         checkpointer, self.checkpointer = self.checkpointer, None
         if checkpointer is not None:
-            checkpointer.close()
+            try:
+                checkpointer.close()
+            finally:
+                self.note_saved()
 
 
 class _Kept:

@@ -169,3 +169,12 @@ def test_a_store_of_another_program_is_refused(tmp_path: Path) -> None:
     cnr_store.save(url, module, None, 1)
     with pytest.raises(ModelMismatchError, match="something else than CnrCheckpoint"):
         fit(tmp_path, CnrCheckpoint(url, 1, resume=True), module=module)
+
+
+def test_a_fit_that_fails_to_begin_leaves_no_hook_behind(tmp_path: Path) -> None:
+    url, module = str(tmp_path / "store"), Module()
+    with pytest.raises(OptionError, match="bits"):
+        fit(tmp_path, CnrCheckpoint(url, 1, bits=5), module=module)
+    assert "on_train_start" not in vars(module)
+    fit(tmp_path, CnrCheckpoint(url, BATCHES), module=module, max_epochs=1)
+    assert [one.step for one in cnr_store.versions(url)] == [BATCHES]
