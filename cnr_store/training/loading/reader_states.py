@@ -23,18 +23,6 @@ def warn_of_skipping(state: Any) -> None:
         )
 
 
-def warn_of_move(state: Any, now: Any) -> None:
-    """Warn if a loader that was given a state in the middle of an epoch does not stand where the state says."""
-    expected, found = position(state), position(now)
-    if None not in (expected, found) and expected != found and not _skips_by_reading(state):
-        log.warning(
-            "the version was saved before batch %s of an epoch, and the loader continues with batch %s: samples of "
-            "this epoch are left out or trained twice",
-            expected,
-            found,
-        )
-
-
 def position(state: Any) -> int | None:
     """How many batches a `StatefulDataLoader` had given in an epoch that has more. None of another state."""
     if not isinstance(state, Mapping) or state.get("_iterator_finished", True):
