@@ -74,8 +74,9 @@ class Spoil:
 
     @property
     def asked_early(self) -> bool:
-        """Whether it was a read that the save makes before it is planned, and makes again where it is written."""
-        return self.while_saving and self.then is None and self.operation not in _CHANGES
+        """Whether it was a read, or a group's document, that the save makes before it is planned, and again later."""
+        is_made_again = self.operation not in _CHANGES or self.key in ("zarr.json", "versions/zarr.json")
+        return self.while_saving and self.then is None and is_made_again
 
     @property
     def fatal(self) -> bool:

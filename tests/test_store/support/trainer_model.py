@@ -85,6 +85,7 @@ class Job:
             model,
             optimizers,
             policy=self.setting.policy,
+            budget=None,
             bits="auto" if self.setting.bits == "relative" else self.setting.bits,
             codec=RELATIVE if self.setting.bits == "relative" else None,
             state_bits=self.setting.state_bits,

@@ -18,7 +18,7 @@ from cnr_codecs.protocol import Offsets, Rows
 from cnr_store import Checkpointer
 from tests.test_store.support.zarr_nodes import values_of
 
-ROWS, DIM = 40_000, 64  # many chunks, and more than one task
+ROWS, DIM = 80_000, 64  # many chunks, and more than one task
 
 
 class OneByOne:
