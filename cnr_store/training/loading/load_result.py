@@ -10,7 +10,6 @@ from typing import Any
 from cnr_store.catalog.version_info import VersionInfo, html_facts
 from cnr_store.chains.salvage import SalvagedRows
 from cnr_store.errors import OptionError
-from cnr_store.training.loading.reader_states import warn_of_skipping
 
 log = logging.getLogger("cnr_store")
 
@@ -117,7 +116,6 @@ def restore_reader(restored: Restored, reader: Any, rank: int, world: int) -> No
                 "a reader, and set the reader's position yourself"
             )
         reader.load_state_dict(restored.reader)
-        warn_of_skipping(restored.reader)
         return
     if not callable(split := getattr(reader, "split_state", None)):
         raise OptionError(
