@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -48,21 +48,21 @@ def check_loader(loader: object) -> None:
         )
 
 
+States: TypeAlias = Callable[[], Mapping[str, Any]]
+
+
 class Replay:
     """Epochs of a loader. A `DataLoader` is used through a copy, whose sampler can skip the batches that were taken.
 
     Of map-style data nothing is read that was taken, unless `replay` says so; of anything else it is read again.
 
-    `states`: returns the states of all generators that the loader may draw from.
-
     `is_loader`: whether it is a `DataLoader`: resuming it draws as many numbers in this process as had been drawn at
     the position, with workers or without.
     `draws_late`: generators that drew for each of the batches that were passed over last, and not just for an epoch, by
-    their names in what `states` returns.
+    their names in what the `states` of `resume` return.
     """
 
-    def __init__(self, loader: Any, replay: bool, states: Callable[[], Mapping[str, Any]]) -> None:
-        self._states = states
+    def __init__(self, loader: Any, replay: bool) -> None:
         self._loader, self._sampler, self._order = loader, None, _Order([])
         self._begun, self._epoch = False, 0
         self._is_map = self._skips = False
@@ -120,26 +120,28 @@ class Replay:
             self._set("_iterator", None)
         return self._iterate(reused)
 
-    def resume(self, batches: int, reused: bool) -> Iterator[Any]:
+    def resume(self, batches: int, reused: bool, states: States) -> Iterator[Any]:
         """Resume an epoch after its first `batches`. The global random numbers are those that the epoch began with.
 
         `reused`: whether the epoch was begun with workers of an earlier one.
+        `states`: returns the states of all generators that the loader may draw from. It is not kept: with the reader
+        that it belongs to, workers would live on until a collection of garbage.
         """
         if self.is_loader:
             self._set("_iterator", None)  # workers that still run have fetched batches ahead of the position
-        self._order.skip = (lambda order: self._pass_over(order, batches)) if self._skips else None
+        self._order.skip = (lambda order: self._pass_over(order, batches, states)) if self._skips else None
         live = self._iterate(reused)
         if self._skips:
             self._order.catch_up()  # without workers nothing was drawn yet, and a missing batch is an error now
         else:
-            self._pass_over(live, batches)
+            self._pass_over(live, batches, states)
         return live
 
-    def _pass_over(self, batches: Iterator[Any], taken: int) -> None:
+    def _pass_over(self, batches: Iterator[Any], taken: int, states: States) -> None:
         found = sum(1 for _ in islice(batches, min(taken, 1)))
-        first = self._states()
+        first = states()
         found += sum(1 for _ in islice(batches, max(taken - 2, 0)))
-        last = self._states()  # but one: torch's samplers draw once more as they end
+        last = states()  # but one: torch's samplers draw once more as they end
         found += sum(1 for _ in islice(batches, taken - found))
         if found < taken:
             raise OptionError(

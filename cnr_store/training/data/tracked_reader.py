@@ -58,7 +58,7 @@ class TrackedReader(Generic[T]):
     ) -> None:
         check_loader(loader)
         self._own = find_generators(loader, generators or {})
-        self._source = Replay(loader, replay, self._states)
+        self._source = Replay(loader, replay)
         self._epoch = 0
         self._taken = 0
         self._start: Mapping[str, Any] | None = None  # random numbers that this epoch began with
@@ -130,7 +130,7 @@ class TrackedReader(Generic[T]):
         set_rng_state(self._start["global"])
         set_generators(self._own, self._start["own"])
         try:
-            live = self._source.resume(self._taken, self._reused)
+            live = self._source.resume(self._taken, self._reused, self._states)
             self._go_on_drawing(current)
             return live
         finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterable
 from itertools import chain
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,26 @@ def test_resuming_at_every_batch_with_workers(tmp_path: Path, kind: str, workers
 def test_resuming_with_workers_that_stay(tmp_path: Path) -> None:
     """They draw their seeds once, from the generator that shuffles."""
     check_every_position(tmp_path, PERSISTENT, 1)
+
+
+@pytest.mark.slow
+def test_workers_that_stay_end_with_their_reader() -> None:
+    """Not at a later collection of garbage: by then there may be many."""
+    reader = TrackedReader(PERSISTENT(1))
+    gc.collect()
+    gc.disable()
+    try:
+        before = {child.pid for child in active_children()}
+        next(iter(reader))
+        state = reader.state_dict()
+        reader = TrackedReader(PERSISTENT(1))
+        reader.load_state_dict(state)
+        next(iter(reader))
+        assert {child.pid for child in active_children()} > before
+        del reader
+        assert {child.pid for child in active_children()} <= before
+    finally:
+        gc.enable()
 
 
 def test_resuming_anything_that_can_be_iterated(tmp_path: Path) -> None:
