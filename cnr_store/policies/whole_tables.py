@@ -12,8 +12,9 @@ MAX_NAMED = 16
 _FURTHER = "further reasons"
 PAGE = "https://github.com/cnr-store/cnr-store/blob/main/docs/how-to/compared-tables.md"
 ADVICE = (
-    "Tables of which all stored rows changed are whole. Fewer rows change on grids (a budget, the default, or a "
-    f"relative cnr_lattice and state_bits='auto'), and where SparseAdam or Adagrad steps the tables: {PAGE}"
+    "Rows are written whose stored form changed; of all rows, the table is whole. They are few on grids (a budget, as "
+    "by default, or a relative cnr_lattice and state_bits='auto'), and fewer where SparseAdam or Adagrad steps the "
+    f"tables: {PAGE}"
 )
 
 
