@@ -24,6 +24,7 @@ from cnr_store.integrations.lightning_package import CheckpointIO, callbacks
 from cnr_store.integrations.metrics import figures
 from cnr_store.training.model.object_state import tensor_leaf
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
+from cnr_store.training.model.tensors import dtype_named
 
 log = logging.getLogger("cnr_store")
 
@@ -283,12 +284,19 @@ def pack(value: Any, live: Mapping[Any, str]) -> Any:
 
 
 def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The checkpoint again, with `tensors`, by name, where it held the model's own."""
+    """The checkpoint again, with `tensors`, by name, where it held the model's own.
+
+    Entries of mappings are left out for a tensor that the model lacks; in a sequence it is a `ModelMismatchError`.
+    """
     if isinstance(value, dict):
         if value.keys() == {LIVE}:
+            if value[LIVE] not in tensors:
+                raise ModelMismatchError(
+                    f"the version holds state with {value[LIVE]!r}, which the model lacks"
+                )
             return tensors[value[LIVE]]
         if value.keys() == {TENSOR, "dtype"}:
-            return torch.from_numpy(np.array(value[TENSOR])).view(getattr(torch, value["dtype"]))
+            return torch.from_numpy(np.array(value[TENSOR])).view(dtype_named(value["dtype"]))
         if isinstance(value, Counter):
             return value
         lost = [

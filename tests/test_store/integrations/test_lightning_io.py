@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import cnr_store
 from cnr_store import ModelMismatchError, OptionError, StateError
 from cnr_store.integrations.lightning import CnrCheckpoint
+from cnr_store.integrations.lightning_io import LIVE, TENSOR, unpack
 from tests.test_store.integrations.lightning_fit import (
     BATCHES,
     EPOCHS,
@@ -178,3 +179,13 @@ def test_a_fit_that_fails_to_begin_leaves_no_hook_behind(tmp_path: Path) -> None
     assert "on_train_start" not in vars(module)
     fit(tmp_path, CnrCheckpoint(url, BATCHES), module=module, max_epochs=1)
     assert [one.step for one in cnr_store.versions(url)] == [BATCHES]
+
+
+def test_state_of_a_tensor_that_the_model_lacks() -> None:
+    """Mappings, such as the state dict, are without it. A sequence would be another one."""
+    assert unpack({"b": {TENSOR: np.ones(2), "dtype": "float64"}}, {})["b"].tolist() == [1, 1]
+    assert unpack({"a": {LIVE: "gone"}, "b": 1}, {}) == {"b": 1}
+    with pytest.raises(ModelMismatchError, match="'gone', which the model lacks"):
+        unpack([{LIVE: "gone"}], {})
+    with pytest.raises(ModelMismatchError, match="the element type 'load'"):
+        unpack({TENSOR: np.ones(1), "dtype": "load"}, {})
