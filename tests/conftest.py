@@ -12,7 +12,7 @@ from functools import partial
 import hypothesis
 import pytest
 
-from tests.nightly import TODAY, sample
+from tests.nightly import TODAY, of_today, sample
 from tests.paths import SHARED_MEMORY
 from tests.s3_proxy import SpoiledOptions, spoiling
 from tests.s3_server import NoServerError, S3Server, serving
@@ -42,14 +42,21 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cases of a test that is marked `some_by_day` to the night."""
+    """Leave most cases of a test to the night: of one marked `some_by_day` and of a slow one.
+
+    The cases of a slow test take turns, a case each day, unless each is a promise of its own.
+    """
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("some_by_day") and not item.get_closest_marker("nightly"):
+        if not item.get_closest_marker("nightly"):
             cases[item.nodeid.split("[")[0]].append(item)
     for found in cases.values():
-        marker = found[0].get_closest_marker("some_by_day")
-        by_day = sample(found, *marker.args) if marker else found
+        some = found[0].get_closest_marker("some_by_day")
+        by_day = sample(found, *some.args) if some else found
+        slow = [item for item in by_day if item.get_closest_marker("slow")]
+        if not found[0].get_closest_marker("each_by_day"):
+            turn = of_today(slow, 1)
+            by_day = [item for item in by_day if item in turn or item not in slow]
         for item in found:
             if item not in by_day:
                 item.add_marker(pytest.mark.nightly)

@@ -228,6 +228,7 @@ def test_the_reader_of_the_page_reads_every_version(
 
 
 @pytest.mark.slow
+@pytest.mark.each_by_day
 @pytest.mark.parametrize(
     "codec",
     [
@@ -330,6 +331,7 @@ def run_in_a_shell(program: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.each_by_day
 @pytest.mark.parametrize("page", pages_with_programs())
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says of one process
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # Lightning makes them

@@ -154,6 +154,7 @@ def _facts(info: cnr_store.VersionInfo) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.each_by_day
 def test_all_arrays_of_each_version_are_read_bit_for_bit(golden: Golden) -> None:
     for version in golden.versions:
         name, expected = version["info"]["id"], golden.arrays(version)
@@ -199,6 +200,7 @@ def test_the_reader_of_the_formats_page_reads_each_table(golden: Golden) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.each_by_day
 def test_a_fresh_model_loads_each_version_bit_for_bit(golden: Golden, tmp_path: Path) -> None:
     url = _copied(golden, tmp_path)
     for version in golden.versions:

@@ -26,6 +26,7 @@ from tests.test_store.support.small_model import make_model
 
 
 @pytest.mark.slow
+@pytest.mark.each_by_day
 @pytest.mark.parametrize(
     ("rules", "kept"),
     [

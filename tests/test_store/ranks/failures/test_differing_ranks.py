@@ -28,6 +28,7 @@ def steps(url: str) -> list[int]:
     return [version.step for version in cnr_store.versions(url)]
 
 
+@pytest.mark.each_by_day
 @pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(
     ("option", "kind", "text"),

@@ -107,6 +107,7 @@ def check_every_position(store: Path, make: Make, workers: int, every: int = 1, 
 
 
 @pytest.mark.slow
+@pytest.mark.each_by_day
 @pytest.mark.parametrize("kind", MAKE)
 def test_resuming_at_every_batch_without_workers(tmp_path: Path, kind: str) -> None:
     check_every_position(tmp_path, MAKE[kind], 0)

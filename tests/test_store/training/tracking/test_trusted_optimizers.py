@@ -99,6 +99,7 @@ def test_torchrecs_class_is_saved_by_rows(tmp_path: Path, closing: list[Job]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.each_by_day
 @pytest.mark.parametrize("kind", OWN)
 def test_a_class_of_ones_own_is_saved_by_rows(
     tmp_path: Path, closing: list[Job], kind: type[Optimizer]
