@@ -8,7 +8,9 @@ VENV        := .venv
 BIN         := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 STAMP       := $(VENV)/.installed
 
-PYTEST      := $(BIN)/python -m pytest -n 2 --dist worksteal
+# For two cores: tests that stop, kill and lose things wait a quarter of their time.
+WORKERS     ?= 3
+PYTEST      := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 SCHEMA      := $(BIN)/check-jsonschema --quiet --builtin-schema vendor
 
 .PHONY: demo quick test nightly bench bench-long bench-smoke lint schemas types imports docs pictures version clean
