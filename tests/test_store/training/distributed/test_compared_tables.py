@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import grid
 from tests.nightly import NIGHT, at_night
+from tests.test_store.chains.test_relative import count_relative
 from tests.test_store.ranks.support import compared_job, comparing_ranks
+from tests.test_store.ranks.support.failing_save import POINT, TIMEOUT_SECONDS
 from tests.test_store.ranks.support.rank_processes import Outcome, run_ranks
 from tests.test_store.ranks.support.shared_model import GRID_LIMITS_BYTES
 from tests.test_store.training.saving.test_compared import FORMS, MAKERS, ROWS, assert_holds, stored
@@ -123,5 +127,65 @@ def test_no_rank_saves_where_one_can_not_compare(tmp_path: Path, victim: int, ho
 
 @pytest.mark.nightly
 def test_ranks_wait_for_one_that_compares(tmp_path: Path) -> None:
-    for saved in values(run_ranks(2, comparing_ranks.compare_slowly, str(tmp_path / "store"), 1.5)):
+    for saved in values(run_ranks(3, comparing_ranks.compare_slowly, str(tmp_path / "store"), 1.5)):
         assert [kind for kind, _ in saved] == ["baseline", "delta"]
+
+
+def check_held(url: str, version: str, arrays: dict[str, Any]) -> None:
+    """Check that a version gives back what its codecs make of arrays."""
+    entries = Catalog(open_backend(url)).record(version).arrays
+    expected = {path: stored(torch.from_numpy(each), entries[path].codec) for path, each in arrays.items()}
+    assert_holds(url, version, expected, MAKERS["Adam"], torch.float32)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("poor", "form", "policy"),
+    [*product(([0], [1], [2], [0, 1], [0, 1, 2]), ("relative", "lattice"), ("consecutive", "intermittent"))],
+)
+def test_ranks_may_know_what_is_stored_in_unlike_ways(
+    tmp_path: Path, poor: list[int], form: str, policy: str
+) -> None:
+    """Some have digests of their rows, and write these absolute; the others have codes."""
+    url = str(tmp_path / "store")
+    found = values(run_ranks(3, comparing_ranks.know_unlike, url, form, policy, poor))
+    assert [[version for version, _ in each] for each in found] == [[version for version, _ in found[0]]] * 3
+    for version, arrays in found[0]:
+        check_held(url, version, arrays)
+    records = [Catalog(open_backend(url)).record(version) for version, _ in found[0][1:]]
+    for number, record in enumerate(records):
+        entry = record.arrays["tables/a/weight"]
+        assert (entry.kind, 50 < entry.rows < ROWS / 2) == ("delta", True)
+        relative = count_relative(url, record.id, "tables/a/weight")
+        if form != "relative" or len(poor) == 3:
+            assert relative == 0
+        elif policy == "consecutive" or number < 2:  # a load of a delta leaves its rows of the whole unknown
+            share = relative / entry.rows
+            assert abs(share - (3 - len(poor)) / 3) < 0.25, (number, share)
+    assert not cnr_store.verify(url, deep=True).problems
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("victim", range(3))
+def test_a_rank_that_falls_silent_as_it_compares_is_named(tmp_path: Path, victim: int, how: str) -> None:
+    """No rank saves, the version before stays, and the job goes on from it with whatever ranks are left."""
+    url, sent = str(tmp_path / "store"), {(victim, POINT): [(victim, signal.Signals[how])]}
+    found = run_ranks(3, comparing_ranks.fall_silent, url, victim, signals=sent, wake=True)
+    for rank, each in enumerate(found):
+        if rank == victim and how == "SIGKILL":
+            assert each.signal == signal.SIGKILL
+            continue
+        error, text, seconds, first = each.value
+        assert error == "SaveError"
+        if rank != victim:
+            assert seconds < 3 * TIMEOUT_SECONDS
+            assert re.search(rf"compare: .*rank {victim} did not answer", text), text
+    (version,) = cnr_store.versions(url)
+    check_held(url, version.id, first)
+    again = values(run_ranks(2, comparing_ranks.go_on_after_silence, url))
+    for rows, held in again:
+        assert [kind for kind, _ in rows] == ["delta", "delta"]
+        assert rows[0] == ("delta", 1)
+        for number, arrays in held:
+            check_held(url, number or version.id, arrays)
