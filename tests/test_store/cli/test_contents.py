@@ -197,7 +197,7 @@ def test_info_says_what_restores_spent_of_a_budget(
         checkpointer.save(2)
     _, told, _ = cnr(capsys, "info", str(tmp_path))
     assert "restores  1, which cost at most 0.001 % of the loss\n" in told
-    said = "0.01 % of the loss, 0.001 % spent: steps of 0.1 of a table's scale"
+    said = "0.01 % of the loss, 0.001 % spent: steps of 0.0707 of a table's scale"
     assert f"budget    {said}\n" in told
     doc = json.loads(cnr(capsys, "info", str(tmp_path), "--json")[1])
     assert doc["spent"] == pytest.approx(0.001)

@@ -164,7 +164,7 @@ def test_the_page_tells_what_happened(written: Path) -> None:
         "less than as many full copies",
         "consecutive: changed since the previous",
         "20 to 60",
-        "0.01 % of the loss, 0 % spent: steps of 0.1 of a table's scale",
+        "0.01 % of the loss, 0 % spent: steps of 0.0707 of a table's scale",
         "best",
         "pinned",
         "6of 6 versions can be restored",

@@ -154,7 +154,7 @@ def test_jobs_that_go_on_spend_a_budget(tmp_path: Path) -> None:
         found = open_record(tmp_path, last.id)[1]
         assert found.spent == pytest.approx(0.01 * (1 - 0.9**job))
         (entry,) = (each for each in found.arrays.values() if each.kind != "dense")
-        assert (entry.codec or {})["rms_step"] == pytest.approx(0.1 * 0.9 ** (job / 2))
+        assert (entry.codec or {})["rms_step"] == pytest.approx((0.005 * 0.9**job) ** 0.5)
 
 
 @pytest.mark.parametrize(

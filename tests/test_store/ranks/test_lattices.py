@@ -232,7 +232,7 @@ def test_ranks_spend_a_budget_as_one_process_does(quick: str, policy: str) -> No
                     values[1001:1777] *= 1.5
             job.fill(truth)
             job.save(1)
-            for step in range(2, 9):
+            for step in range(2, 10):
                 if step > 2:
                     job.load()
                 for kind in KINDS:
