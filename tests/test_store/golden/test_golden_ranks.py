@@ -67,7 +67,7 @@ def test_it_is_sound(url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [3, at_night(2)])
 def test_ranks_load_it_bit_for_bit(url: str, world: int) -> None:
-    preload("torchrec", "tests.test_store.golden.golden_sharded")
+    preload("torchrec")
     arrays = expected()[2]
     for outcome in run_ranks(world, "tests.test_store.golden.golden_sharded:load", url, deadline_seconds=120):
         assert not outcome.error, outcome.where

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -154,24 +153,11 @@ LOST = [
     ("exchange", 1, signal.SIGKILL),
     ("exchange", 1, signal.SIGSTOP),
 ]
-Lost = dict[tuple[str, int, int], list[Outcome]]
 
 
-@pytest.fixture(scope="module")
-def lost() -> Lost:
-    """All of `LOST`, some at once, since they wait most of the time."""
-
-    def run(verb: str, victim: int, number: int) -> list[Outcome]:
-        return run_ranks(WORLD, fail_in, verb, victim, signals={(victim, "victim"): [(victim, number)]})
-
-    with ThreadPoolExecutor(3) as pool:
-        return dict(zip(LOST, pool.map(run, *zip(*LOST, strict=True)), strict=True))
-
-
-@pytest.mark.some_by_day(2)
 @pytest.mark.parametrize(("verb", "victim", "number"), LOST)
-def test_a_lost_rank_is_named(lost: Lost, verb: str, victim: int, number: int) -> None:
-    found = lost[verb, victim, number]
+def test_a_lost_rank_is_named(verb: str, victim: int, number: int) -> None:
+    found = run_ranks(WORLD, fail_in, verb, victim, signals={(victim, "victim"): [(victim, number)]})
     assert found.pop(victim).signal == signal.SIGKILL
     for text, seconds in values(found):
         assert verb in text or "save" in text

@@ -393,7 +393,7 @@ def save_on_a_rank(url: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_ranks_go_by_one_rule(tmp_path: Path) -> None:
-    preload(*rank_training.PRELOAD, __name__)
+    preload(*rank_training.PRELOAD)
     outcomes = run_ranks(2, save_on_a_rank, tmp_path)
     for one in values(outcomes)[0]:
         job, other = Job(MAKERS["Adam"]), Job(MAKERS["Adam"])
