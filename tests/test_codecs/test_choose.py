@@ -27,7 +27,7 @@ def error(codec: RowCodec, rows: Rows) -> float:
     return error_report(rows, codecs=[codec])[0].mean_l2_error
 
 
-@pytest.mark.some_by_day(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_rule(name: str, bits: int) -> None:

@@ -20,9 +20,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc"),
 ]
 
-ROWS, DIM = 2_500_000 if NIGHT else 1_000_000, 64
+ROWS, DIM = 2_500_000 if NIGHT else 500_000, 64
 MAX_LOAD_BYTES = 32 << 20
-"""However many rows there are: a twentieth of the table at night, an eighth by day."""
+"""However many rows there are: a twentieth of the table at night, a quarter by day."""
 
 
 @pytest.fixture(scope="module")

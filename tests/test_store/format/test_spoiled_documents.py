@@ -24,7 +24,7 @@ from tests.nightly import FACTOR, NIGHT
 from tests.paths import ROOT
 
 STORES = ROOT / "tests" / "test_store" / "golden" / "stores"
-DOCUMENTS = 10_000 if NIGHT else 4_000
+DOCUMENTS = 10_000 if NIGHT else 1_500
 MOST_GROWN_BYTES = 256 << 20
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 2**62, 2**63, 1e308, 0.5, "", "..", "/", "\x00", [], {}, [[]])
 DIGEST = re.compile(rb'"digest":"[0-9a-f]{64}"')

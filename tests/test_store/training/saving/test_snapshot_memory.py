@@ -104,5 +104,5 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
 
 def test_a_whole_save_takes_no_row_numbers(tmp_path: Path) -> None:
     """Bytes a row: a copy of the value takes 4, what is encoded and not put yet 4. Row numbers would be 8 more."""
-    found = measure(tmp_path, _WHOLE_ROW_BY_ROW, rows=8_000_000, dim=1)
+    found = measure(tmp_path, _WHOLE_ROW_BY_ROW, rows=4_000_000, dim=1)
     assert found["peak"] < 4 + 4 + 2, found
