@@ -23,7 +23,7 @@ from cnr_store.chains.bounded_cache import PayloadCache
 from cnr_store.chains.link import PENDING, CompositionError, Link, open_link
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.layout import RELATIVE
-from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.format.record import STILL, ArrayEntry, Record
 
 T = TypeVar("T")
 REGION_BYTES = 8 << 20
@@ -137,7 +137,8 @@ class ArrayReader:
         """What adds up relative rows, in the memory of `out` where that can hold it; None if no link may have any."""
         if not any(RELATIVE in link.record.requires for link in links):
             return None
-        has_room = out is not None and self.element == "float32" and out.flags.c_contiguous
+        is_moved = links[0].move != STILL
+        has_room = out is not None and not is_moved and self.element == "float32" and out.flags.c_contiguous
         return Pending(rows, self.columns, out if has_room else None)
 
     def _look_again(self, links: list[Link]) -> list[Link]:
@@ -160,6 +161,7 @@ class ArrayReader:
                 # Readers' chunks are cut as the first whole link is, so that one's are read once; others' are not.
                 is_read_once = not known and record.arrays[self.path].kind == "whole"
                 link = open_link(self._catalog, record, self.path, None if is_read_once else self._payloads)
+                link.move = self._record.arrays[self.path].move
             links.append(link)
         self._check_links(links)
         return links
@@ -242,12 +244,16 @@ def _fold(catalog: Catalog, record: Record, path: str) -> Record | None:
     if fold is None or path not in fold.arrays:
         return None
     folded, entry = fold.arrays[path], record.arrays[path]
-    if (folded.kind, folded.shape, folded.element) != ("whole", entry.shape, entry.element):
+    if (folded.kind, *_kind(folded)) != ("whole", *_kind(entry)):
         raise CorruptionError(
-            f"{fold.home}, {path}: {folded.kind} {folded.shape} {folded.element}; the version has {entry.shape} "
-            f"{entry.element}"
+            f"{fold.home}, {path}: {folded.kind} {_kind(folded)}; the version has {_kind(entry)}"
         )
     return fold
+
+
+def _kind(entry: ArrayEntry) -> tuple[object, ...]:
+    """What a version and its fold have in common."""
+    return entry.shape, entry.element, *entry.move
 
 
 def _base(catalog: Catalog, record: Record, path: str, base: str) -> tuple[Record, ArrayEntry]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 
 import numpy as np
@@ -36,7 +37,7 @@ from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.arrays import parse_compressors, parse_rows_document
 from cnr_store.format.grid import Grid
 from cnr_store.format.layout import RELATIVE
-from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.format.record import ArrayEntry, Move, Record
 
 PENDING = 2
 """Of `need`: the row is relative in a newer link, and waits for its codes."""
@@ -61,6 +62,7 @@ class Link:
     `parts`: the objects that hold them, `manifest.Part` by linear index of the shard.
     `most_rows`: rows that these have room for.
     `grid`, `chunk_rows`: how the array is cut here; rows of a chunk.
+    `move`: where floating grids have moved to in the version that is read; at first in the link's own.
     """
 
     def __init__(
@@ -74,13 +76,19 @@ class Link:
     ) -> None:
         self.version, self.record, self.path = record.id, record, path
         self.entry: ArrayEntry = record.arrays[path]
-        self.is_written = compressors is not None
+        self.move, self.is_written = self.entry.move, compressors is not None
         self.shards, self.grid, self.parts = shards, shards.grid, shards.parts
         self.most_rows, self.chunk_rows = shards.most_rows, shards.grid.chunk_rows
         self._compressors, self._payloads = compressors or Compressors.of([]), payloads
         self._decoding = decoding or nullcontext()
         is_wide = shards.grid.chunk_columns == shards.grid.columns
         self._may_be_relative = is_wide and self.entry.kind == "delta" and RELATIVE in record.requires
+
+    def at(self, move: Move) -> Link:
+        """The same link, to be read for a version in which floating grids have moved there."""
+        link = copy(self)
+        link.move = move
+        return link
 
     def fill(self, first_row: int, out: Array, need: Array, pending: Pending | None = None) -> None:
         """Decode into `out` the rows that are needed and written here, and clear their `need`.
@@ -276,6 +284,7 @@ class Link:
                 f"{self._where(chunk)}: the payload holds {payload.rows} x {payload.dim} {payload.element}, the "
                 f"record says {grid.chunk_rows} x {grid.chunk_columns} {element}"
             )
+        _check_grids(payload, self.entry.move, self._where(chunk))
         if any(each.scheme is Scheme.RELATIVE for each in payload.segments) and not self._may_be_relative:
             raise CorruptionError(
                 f"{self._where(chunk)}: the payload has rows relative to older ones, which whole arrays, chunks of "
@@ -294,7 +303,7 @@ class Link:
     ) -> None:
         part = None if pending is None else pending.part(0, 0, self._where(chunk))
         with self._naming(chunk):
-            segments += take_rows(payload, need, first_row - chunk.row, part)
+            segments += take_rows(payload.at(*self.move), need, first_row - chunk.row, part)
 
     def _decode(
         self,
@@ -310,6 +319,7 @@ class Link:
         target, wanted = out[begin:end, chunk.column : chunk.column + width], need[begin:end]
         part = None if pending is None else pending.part(begin, chunk.column, self._where(chunk))
         with self._naming(chunk):
+            payload = payload.at(*self.move)
             if width == payload.dim:
                 decode_into(payload, target, wanted, skipped, part)
                 return
@@ -338,6 +348,13 @@ class Link:
 
     def _where(self, chunk: Chunk) -> str:
         return self.shards.where(chunk.row, chunk.row + self.grid.chunk_rows - 1)
+
+
+def _check_grids(payload: Payload, move: Move, where: str) -> None:
+    """Check that floating grids have moved to where the record says."""
+    for each in payload.segments:
+        if each.coded is not None and each.grid != each.grid.at(*move):
+            raise CorruptionError(f"{where}: the payload has {each.grid}, and the record says {move}")
 
 
 def empty_link(catalog: Catalog, record: Record, path: str) -> Link:

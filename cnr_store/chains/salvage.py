@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cnr_codecs import Pending, Segment, array_dtype
+from cnr_codecs import Pending, Segment, array_dtype, raw_segment
+from cnr_codecs.elements import element_named
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.objects import list_ids
-from cnr_store.chains.allocation import Array
+from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.ancestry import Ancestry
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.link import PENDING, Link
@@ -28,7 +29,7 @@ from cnr_store.chains.salvage_walk import Distrusted, Mask, RowIds, Visit, Walk
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.layout import RELATIVE
-from cnr_store.format.record import Record
+from cnr_store.format.record import STILL, Record
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,14 @@ class SalvageReader:
             except CorruptionError as error:
                 self._ancestry.note(error)
         taken: list[Segment] = []
+        if (
+            self._record.arrays[self.path].move != STILL
+        ):  # older values may be on a grid that has not moved as far
+            values, rows = allocate((len(need), self.columns), self.dtype, self.path), np.flatnonzero(wanted)
+            self._fill(first_row, values, wanted)
+            need[:] = 0
+            element = element_named(self.element)
+            return [raw_segment(values, np.arange(len(need)), len(need), rows, element)]
 
         def take(link: Link, need: Array, pending: Pending) -> Mask:
             segments, lost = link.take_sound(first_row, need, pending)
@@ -211,7 +220,8 @@ class SalvageReader:
             folds = list_ids(backend, layout.FOLDS)
             self._catalog.look_for_folds()
             restart()
-            walk = Walk(self._ancestry, need, visit, probe, self.columns, distrusted)
+            move = self._record.arrays[self.path].move
+            walk = Walk(self._ancestry, move, need, visit, probe, self.columns, distrusted)
             if walk.is_trusted and list_ids(backend, layout.FOLDS) == folds:
                 break
         if self._catalog.is_gone(self._record.id):

@@ -12,6 +12,7 @@ from cnr_store.chains.allocation import Array
 from cnr_store.chains.ancestry import Ancestry, Place
 from cnr_store.chains.link import PENDING, Link
 from cnr_store.errors import CorruptionError
+from cnr_store.format.record import Move
 
 RowIds = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -24,6 +25,7 @@ Distrusted = dict[Place, Mask]
 class Walk:
     """One walk over an array's links, newest first, until each row needed is found.
 
+    `move`: where floating grids have moved to in the version that is read. Older values go by their own link's.
     `visit`, `probe`: what takes rows, and what does the same for proofs alone, so that nothing is kept of it.
 
     `missing`: (n,) bool: rows that no link can give.
@@ -34,13 +36,14 @@ class Walk:
     def __init__(
         self,
         ancestry: Ancestry,
+        move: Move,
         need: Array,
         visit: Visit,
         probe: Visit,
         columns: int,
         distrusted: Distrusted,
     ) -> None:
-        self._ancestry, self._visit, self._probe = ancestry, visit, probe
+        self._ancestry, self._move, self._visit, self._probe = ancestry, move, visit, probe
         self._columns, self._distrusted = columns, distrusted
         self.is_trusted = True
         # By place: rows to look for there; lost rows, which may also be looked for there.
@@ -63,11 +66,21 @@ class Walk:
                 yield version, rows
 
     def _visit_place(self, place: Place, rows: Mask) -> None:
+        link = self._ancestry.link(place)
+        if link is None or link.move == self._move:
+            self._visit_link(place, link, rows)
+            return
+        old, own = rows & self._is_old, rows & ~self._is_old
+        for each, found in ((old, link), (own, link.at(self._move))):
+            if each.any():
+                self._visit_link(place, found, each)
+
+    def _visit_link(self, place: Place, link: Link | None, rows: Mask) -> None:
         distrusted = rows & self._distrusted.get(place, False)
-        link, need = self._ancestry.link(place), (rows & ~distrusted).astype(np.uint8)
+        need = (rows & ~distrusted).astype(np.uint8)
         pending = Pending(len(need), self._columns)
         lost = rows if link is None else distrusted | self._visit(link, need, pending)
-        lost = lost | self._compose(place, need, lost, pending)
+        lost = lost | self._compose(place, link, need, lost, pending)
         absent = (need != 0) & ~lost
         self._source[rows & (need == 0) & ~lost] = len(self._versions)
         self._versions.append(place[0])
@@ -87,10 +100,11 @@ class Walk:
         self._is_old |= lost
         self._send_lost(place, previous or base, lost)
 
-    def _compose(self, place: Place, need: Array, lost: Mask, pending: Pending) -> Mask:
+    def _compose(self, place: Place, link: Link | None, need: Array, lost: Mask, pending: Pending) -> Mask:
         """Compose the rows that a place has relative, and clear their `need`. Returns those that can't be composed."""
         relative: Mask = (need == PENDING) & ~lost
-        found, skipped = self._add_up(place, relative, pending, self._visit)
+        move = self._move if link is None else link.move
+        found, skipped = self._add_up(place, move, relative, pending, self._visit)
         unproven = np.zeros_like(found)
         for where, rows, is_right in pending.checked(~found | skipped):
             if not is_right:
@@ -106,7 +120,9 @@ class Walk:
         relative &= ~found
         return relative
 
-    def _add_up(self, place: Place, relative: Mask, pending: Pending, visit: Visit) -> tuple[Mask, Mask]:
+    def _add_up(
+        self, place: Place, move: Move, relative: Mask, pending: Pending, visit: Visit
+    ) -> tuple[Mask, Mask]:
         """Add up the rows that a place has relative, link by link. Returns the rows that come to an end, and which of
         these a damaged link may hold: they were looked for beneath it, as if it did not.
         """
@@ -116,6 +132,7 @@ class Walk:
         beneath = self._ancestry.base(place)
         while beneath is not None and (sure.any() or unsure.any()):
             link = self._ancestry.link(beneath)
+            link = link and link.at(move)
             failed, again = (_descend(link, still, found, pending, visit) for still in (sure, unsure))
             if beneath[1] and (failed.any() or again.any()):
                 beneath = beneath[0], False  # the version's own chain has the same rows
@@ -131,7 +148,7 @@ class Walk:
         need, pending = np.ones(len(proven), np.uint8), Pending(len(proven), self._columns)
         if link is not None:
             lost = self._probe(link, need, pending)
-            found, _ = self._add_up(place, (need == PENDING) & ~lost, pending, self._probe)
+            found, _ = self._add_up(place, link.move, (need == PENDING) & ~lost, pending, self._probe)
             for _, rows, is_right in pending.checked(~found):
                 proven[rows] = is_right
         return proven

@@ -24,10 +24,12 @@ LATTICE, RELATIVE = "lattice", "relative"
 """Features of versions and folds with rows on a lattice; of versions with rows that are relative to their base."""
 FLOATING = "floating"
 """The feature of versions and folds with values on a floating grid. They require those of lattices, too."""
+MOVING = "moving"
+"""The feature of versions and folds with floating grids that have moved."""
 STATE_PARTS, COLUMN_BOUNDARIES = "state-parts", "column-boundaries"
 """Features of versions that several ranks saved, and in which slots follow column shards."""
 
-FEATURES = frozenset({COLUMN_BOUNDARIES, ESCAPED_NAMES, FLOATING, LATTICE, RELATIVE, STATE_PARTS})
+FEATURES = frozenset({COLUMN_BOUNDARIES, ESCAPED_NAMES, FLOATING, LATTICE, MOVING, RELATIVE, STATE_PARTS})
 """Features that this reader knows, of those that a commit record may list in ``requires``."""
 
 ROOT_KEY = "zarr.json"

@@ -19,6 +19,7 @@ from cnr_store.format.layout import (
     FLOATING,
     FOLDS,
     LATTICE,
+    MOVING,
     RELATIVE,
     VERSIONS,
     is_shared,
@@ -35,6 +36,9 @@ _CODEC_FEATURES = {
     "cnr_floating": frozenset({FLOATING, LATTICE}),
 }
 COUNTS = ("raw", "finer", "zero")
+Move = tuple[float, int]
+"""Where the floating grids of an array have moved to: scale and shift."""
+STILL: Move = (1.0, 0)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,14 @@ class ArrayEntry:
         codec = self.codec or {}
         is_relative = self.kind == "delta" and codec.get("relative") is True
         features = self.features | _CODEC_FEATURES.get(str(codec.get("id")), frozenset())
+        features |= {MOVING} if self.move != STILL else frozenset()
         return features | {RELATIVE} if is_relative and codec.get("id") in _CODEC_FEATURES else features
+
+    @property
+    def move(self) -> Move:
+        """Where the floating grids of all its rows have moved to in this version, also of those beneath a delta."""
+        codec = self.codec or {}
+        return codec.get("scale", 1.0), codec.get("shift", 0)
 
     @property
     def counts(self) -> dict[str, int]:

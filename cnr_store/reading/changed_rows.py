@@ -4,7 +4,8 @@ The rule. A *walk* is the ids of a version, its entry's `base`, that version's `
 array at a version holds the rows that the version wrote, and all other rows as they were at its base. So two walks
 that meet in a version are the same from there on. Let X be the newest version on all walks. A row that no walk's
 versions before X wrote has the value it has at X in each of the versions: it is the same everywhere, bit for bit.
-All other rows may differ; these are the changed rows.
+All other rows may differ; these are the changed rows. Where the array's floating
+grids have moved from one of the versions to another, all rows changed.
 
 This depends neither on `previous` nor on policies nor on the order in which versions were made. It holds after a
 rollback, where abandoned versions lie on walks that the new version is not on. It holds for folds, since a fold holds
@@ -52,6 +53,8 @@ def find_unshared(catalog: Catalog, record: Record, path: str, held: Sequence[Re
         older = other.arrays.get(path)
         if older is None or (older.shape, older.element) != (entry.shape, entry.element):
             return None
+        if older.move != entry.move:  # rows that no version wrote have other values
+            return None
     own, *others = walks = [_walk(catalog, each, path) for each in (record, *held)]
     meeting = set(own).intersection(*others)
     if not meeting:
@@ -90,7 +93,7 @@ def changed_rows(
     `seen`: codes in the version where all walks meet.
     """
     reader = ArrayReader(catalog, record, path)
-    own = [open_link(catalog, each, path) for each in unshared.own]
+    own = [open_link(catalog, each, path).at(record.arrays[path].move) for each in unshared.own]
     others = [open_link(catalog, each, path) for each in unshared.others]
 
     def read(region: tuple[int, int]) -> ChangedRows:

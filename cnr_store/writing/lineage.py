@@ -16,13 +16,13 @@ from cnr_codecs.payload.coded import Grid
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.errors import CheckpointError
-from cnr_store.format.record import Record
+from cnr_store.format.record import STILL, ArrayEntry, Move, Record
 from cnr_store.policies.budget import restore_cost
 from cnr_store.policies.past import Past, Since, past_after
 from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import RowCodes, relative_codec
 from cnr_store.writing.scales import Fit
-from cnr_store.writing.steps import lattice_of, stored_grid
+from cnr_store.writing.steps import keep_grid, lattice_of, stored_grid
 
 log = logging.getLogger("cnr_store")
 _RUNS, _RUN_ROWS = 4, 16
@@ -34,13 +34,15 @@ _RUN_SPAN = 1 << 12
 class ArrayLine:
     """The chain of one array: the versions that hold its rows, newest first; the last of them is whole.
 
-    Rows that were stored last on a lattice have its codec, whose step the next ones keep.
+    Rows that were stored last on a lattice have its codec, whose step the next ones keep. `move`: where floating grids
+    have moved to.
     """
 
     links: tuple[str, ...]
     shape: tuple[int, ...]
     element: str
     lattice: LatticeRows | None = None
+    move: Move = STILL
     # How its rows fit a step. Of many ranks, the first alone knows of what was written: `digest` must not see it
     fit: Fit = field(default=Fit(), repr=False, compare=False)
 
@@ -93,7 +95,7 @@ class Lineage:
             # A delta without rows adds nothing to read, so the chain stays as it was.
             links = (record.id, *older) if entry.rows or entry.base is None else older
             fit = Fit.of(entry, self.lines[path].fit if older else None)
-            lines[path] = ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec), fit)
+            lines[path] = _line(links, entry, fit)
         return Lineage(record.id, lines, _past(record), self.restores, self.spent, record.stored_paths)
 
     def grids_of(self, record: Record, paths: Iterable[str]) -> dict[str, Grid | None]:
@@ -113,7 +115,7 @@ class Lineage:
             if entry.base is not None:
                 fit = Fit.of(entry, fit)
             versions = tuple(link.version for link in links)
-            lines[path] = ArrayLine(versions, entry.shape, entry.element, lattice_of(entry.codec), fit)
+            lines[path] = _line(versions, entry, fit)
         past, fold = _past(record), catalog.find_fold(record.id)
         if fold is not None:
             past = past.with_fold(fold.nbytes, newest=True)
@@ -151,6 +153,10 @@ class Lineage:
         return tuple(
             sorted({version for path, base in bases for version in self.lines[path].over(base)}, reverse=True)
         )
+
+
+def _line(links: tuple[str, ...], entry: ArrayEntry, fit: Fit) -> ArrayLine:
+    return ArrayLine(links, entry.shape, entry.element, lattice_of(entry.codec), entry.move, fit)
 
 
 def _past(record: Record) -> Past:
@@ -235,7 +241,7 @@ def _wrong_parents(catalog: Catalog, write: RowsWrite, codes: RowCodes, begins: 
 
 def _differing(reader: ArrayReader, write: RowsWrite, codes: RowCodes, begin: int) -> list[int]:
     """The rows of a run whose codes are not those known."""
-    codec = relative_codec(write.codec)
+    codec = relative_codec(keep_grid(write.codec, None, reader.links[0].move))
     assert codec is not None
     places, known = codes.known(begin, begin + _RUN_ROWS)
     ids = places if write.ids is None else write.ids[places]

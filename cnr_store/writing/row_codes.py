@@ -37,6 +37,8 @@ from cnr_codecs.comparing import (
 )
 from cnr_codecs.lattice.segments import RowCounts
 from cnr_codecs.payload.coded import MAX_MANTISSA, Grid
+from cnr_store.format.record import STILL
+from cnr_store.writing.decay import Sample
 
 Mask = npt.NDArray[np.bool_]
 RowIds = npt.NDArray[np.int64]
@@ -168,6 +170,7 @@ class Known:
     digests: Digests | None  # (rows,); 0 where nothing is known
     codec: Mapping[str, Any]
     of_whole: bool = False  # of what is read: whether it is the whole version beneath deltas
+    sample: Sample | None = None  # of what is read on a floating grid: of the version itself
 
     def fits(self, version: str | None, first_row: int, shape: tuple[int, int]) -> bool:
         """Whether it is of such rows in that version."""
@@ -195,6 +198,8 @@ class Known:
         """
         end = begin + len(values)
         assert self.digests is not None
+        if self.sample is not None:
+            self.sample.read(values, begin, self.shape[0])
         if self.codes is None or self.grid is None:
             self.digests[begin:end] = self._digests(values, element)
         else:
@@ -276,7 +281,13 @@ class CodeCache:
             codes = _unknown(shape, code_dtype(grid))
         elif not is_compared:
             return None
-        return Known(None, grid, first_row, shape, codes, np.zeros(shape[0], np.uint64), codec, of_whole)
+        sample = (
+            Sample.blank(shape[0], (grid.scale, grid.shift))
+            if grid is not None and grid.is_centered
+            else None
+        )
+        digests = np.zeros(shape[0], np.uint64)
+        return Known(None, grid, first_row, shape, codes, digests, codec, of_whole, sample)
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -306,7 +317,7 @@ class CodeCache:
         own = gridded_codec(codec)
         if known.grid is None:
             return known if known.codec == codec.get_config() else None
-        return known if own is not None and known.grid == grid_of(own) else None
+        return known if own is not None and is_same_grid(known.grid, grid_of(own)) else None
 
     def adopt(self, path: str, known: Known, version: str) -> None:
         """Take what was read of an array, as it is in a version."""
@@ -377,11 +388,14 @@ class CodeCache:
     def _put(self, path: str, write: _Write, version: str, grid: Grid | None) -> None:
         """Put what was noted of some rows over what is known of all of them in the version before."""
         made, digests, known = write.codes.made, write.codes.known_digests, self._known.get(path)
-        is_alike = known is not None and (known.grid, known.codes is None) == (grid, made is None)
+        is_alike = (
+            known is not None and is_same_grid(known.grid, grid) and (known.codes is None) == (made is None)
+        )
         if known is None or not is_alike or not known.fits(write.over, write.first_row, write.shape):
             blank = None if made is None else _unknown(write.shape, made.dtype)
             own = None, grid, write.first_row, write.shape, blank, None, write.codec
             known = self._known[path] = Known(*own)
+        known.grid = grid  # moved, if it is another
         known.version = None  # an interrupt must not leave what is known of two versions under one id
         if digests is not None and known.digests is None:
             known.digests = np.zeros(write.shape[0], np.uint64)
@@ -406,10 +420,15 @@ def gridded_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
     return own if isinstance(own, LatticeRows | FloatingRows) else None
 
 
+def is_same_grid(one: Grid | None, other: Grid | None) -> bool:
+    """Whether integers of one are those of the other, wherever they have moved to."""
+    return one == other or (one is not None and other is not None and one.at(*STILL) == other.at(*STILL))
+
+
 def grid_of(codec: LatticeRows | FloatingRows) -> Grid | None:
     """The grid of a codec's rows; None as long as there is no step."""
     if isinstance(codec, FloatingRows):
-        return Grid(mantissa=codec.mantissa_bits)
+        return codec.grid
     return None if codec.step is None else Grid(codec.step)
 
 

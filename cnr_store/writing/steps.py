@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from cnr_backends import Transfer
-from cnr_codecs import CodecError, Followed, LatticeRows, RowCodec, row_codec
+from cnr_codecs import CodecError, FloatingRows, Followed, LatticeRows, RowCodec, row_codec
 from cnr_codecs.lattice.steps import COUNTED_ROWS, Counts, median_scale, no_counts, scale_counts
 from cnr_codecs.payload.coded import Grid
 from cnr_store.errors import SaveError
+from cnr_store.format.record import Move
 from cnr_store.ranks.placement import Span
 from cnr_store.writing.exchange import columns_of
 from cnr_store.writing.plan import RowsWrite
@@ -120,8 +121,15 @@ def finds_step(codec: RowCodec) -> bool:
     return lattice is not None and lattice.step is None
 
 
-def keep_step(codec: RowCodec, stored: LatticeRows | None) -> RowCodec:
-    """The codec of a delta, with the step of the rows that are `stored`, if theirs is the same share of a table."""
+def keep_grid(codec: RowCodec, stored: LatticeRows | None, move: Move) -> RowCodec:
+    """The codec of a delta: with the step of the rows that are `stored`, if theirs is the same share of a table.
+
+    `move`: where floating grids have moved to.
+    """
+    if isinstance(codec, Followed):
+        return Followed(keep_grid(codec.codec, stored, move), codec.then)
+    if isinstance(codec, FloatingRows) and codec.grid.is_centered:
+        return replace(codec, scale=move[0], shift=move[1])
     lattice = _lattice(codec)
     if lattice is None or lattice.step is not None or stored is None or stored.step is None:
         return codec

@@ -27,9 +27,9 @@ from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format.arrays import Doc, rows_document
 from cnr_store.format.grid import Grid, choose_grid
-from cnr_store.format.layout import RELATIVE
+from cnr_store.format.layout import MOVING, RELATIVE
 from cnr_store.format.manifest import Part
-from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.format.record import STILL, ArrayEntry, Record
 
 MAX_REGION_BYTES = 2 * REGION_BYTES
 """Of decoded rows. Payloads of sparse links span many rows: the larger a region, the fewer times they are read."""
@@ -60,6 +60,9 @@ class FoldedArray:
         # Of a damaged chain, the whole link may be lost: the oldest one that is left has codecs of the same rows.
         whole = next((link for link in reversed(reader.links) if link.is_written), reader.links[-1])
         config = dict(whole.entry.codec or {})
+        if written.move != STILL:
+            then = {"then": config["then"]} if "then" in config else {}
+            config = {**(written.codec or {}), **then}
         entry = ArrayEntry(
             "whole",
             written.shape,
@@ -69,7 +72,8 @@ class FoldedArray:
             aliases=written.aliases,
             boundaries=written.boundaries,
             stored=written.stored,
-            features=frozenset().union(*(link.entry.payload_features for link in reader.links)) - {RELATIVE},
+            features=frozenset().union(*(link.entry.payload_features for link in reader.links))
+            - {MOVING, RELATIVE},
         )
         try:
             compressors = Compressors.of(config.get("then", []))

@@ -47,10 +47,9 @@ class DeviceRows:
 
     def _takes(self, segment: Segment) -> bool:
         is_known = segment.scheme in _QUANTIZED and segment.coded is None and self._values.dtype in ELEMENTS
-        is_exact = (
-            segment.scheme is Scheme.LATTICE and segment.grid.is_exact
-        )  # codes are no smaller than rows
-        return (is_known and not is_exact) or segment.scheme is Scheme.RAW
+        grid = segment.grid if segment.scheme is Scheme.LATTICE else None
+        is_own = grid is None or not (grid.is_exact or grid.is_moved)  # exact codes are no smaller than rows
+        return (is_known and is_own) or segment.scheme is Scheme.RAW
 
     def _write(self, segment: Segment, first_row: int) -> None:
         target, places = self._values, segment.row_set.offsets() + first_row

@@ -95,7 +95,8 @@ def can_encode(codec: RowCodec, values: torch.Tensor, is_whole: bool) -> bool:
     if type(codec) is UniformRows:
         return codec.bins is None and codec.is_worthwhile(int(values.shape[1]), element)
     if type(codec) is FloatingRows:
-        return codec.mantissa_bits <= MAX_MANTISSA  # exact codes are no smaller than rows
+        # Exact codes are no smaller than rows.
+        return codec.mantissa_bits <= MAX_MANTISSA and not codec.grid.is_moved
     return type(codec) is LatticeRows and (is_whole or codec.step is not None)
 
 

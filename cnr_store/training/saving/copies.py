@@ -13,7 +13,7 @@ from cnr_store.policies.policy import Decision
 from cnr_store.training.devices.encode import RowsFromDevice
 from cnr_store.training.model.row_arrays import RowArray, checked
 from cnr_store.training.saving.codec_choice import CodecChoice, takes_changing_rows
-from cnr_store.training.saving.options import codec_of
+from cnr_store.training.saving.options import codec_of, codec_over
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import LiveRows, Snapshot, StagedRows, StagedTogether, Staging
 from cnr_store.training.saving.tally import Changed, RowSets, Tally
@@ -23,7 +23,7 @@ from cnr_store.writing.lineage import ArrayLine
 from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import LEAST_DIGESTED_BYTES, CodeCache, gridded_codec
 from cnr_store.writing.scales import ScaleSample
-from cnr_store.writing.steps import finds_step, keep_step
+from cnr_store.writing.steps import finds_step
 
 Keeps = Literal["none", "whole", "all"]
 
@@ -143,7 +143,7 @@ class Copies:
         written = None if line is None else ids
         base = None if line is None else line.base(decision.since)
         wanted = codec_of(self._codecs, array)
-        codec = keep_step(wanted, line.lattice if line else None)
+        codec = codec_over(self._codecs, array, line)
         held = self._tally.held(array, counts)
         first_row, rows = (0, array.shape[0]) if held is None else (held.first_row, held.rows)
         if held is not None:  # replicas of the other rows are written by other ranks

@@ -22,6 +22,7 @@ from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.writing.lineage import ArrayLine
+from cnr_store.writing.steps import keep_grid
 
 CONSTRUCT = "construct"
 """What ranks that compare their options are doing."""
@@ -103,6 +104,12 @@ def codec_of(codecs: CodecChoice, array: RowArray) -> RowCodec:
         return codecs.codec_for(array.table.name, array.nbytes)
     own = array.table.name, array.slot, array.nbytes, array.element
     return codecs.state_codec_for(*own, is_dropped=array.drop is not None)
+
+
+def codec_over(codecs: CodecChoice, array: RowArray, line: ArrayLine | None) -> RowCodec:
+    """The codec of an array in a delta over its line, or in a whole version."""
+    codec = codec_of(codecs, array)
+    return codec if line is None else keep_grid(codec, line.lattice, line.move)
 
 
 def stored_steps(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from cnr_codecs import RowCodec
+from cnr_codecs.payload.coded import Grid
 from cnr_store.format.record import Record
 from cnr_store.policies.past import SINCE, DeltaBytes, Since
 from cnr_store.policies.policy import Decision, Offer, decide
@@ -21,8 +22,9 @@ from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.memory import free_bytes
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.copies import Copies, Keeps
+from cnr_store.training.saving.decays import Decays
 from cnr_store.training.saving.explanation import ExplainedTable, Explanation
-from cnr_store.training.saving.options import Options, codec_of, row_bytes, stored_steps
+from cnr_store.training.saving.options import Options, codec_of, codec_over, row_bytes, stored_steps
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import (
     Snapshot,
@@ -41,10 +43,10 @@ from cnr_store.training.saving.tally import (
 from cnr_store.training.tracking.bitmap import RowIds, bitmap_bytes, count
 from cnr_store.training.tracking.comparison import Comparison
 from cnr_store.training.tracking.moments import Factors, Moments
-from cnr_store.writing.lineage import Lineage
+from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.row_codes import CodeCache, Known, relative_codec
-from cnr_store.writing.steps import finds_step, keep_step, stored_grid
+from cnr_store.writing.row_codes import CodeCache, Known, is_same_grid, relative_codec
+from cnr_store.writing.steps import finds_step, stored_grid
 
 _MIN_SHARE_TO_KEEP = 1 / 8
 """Of all tables' bytes: below it, tables whose rows all changed are no reason for retention to keep a version."""
@@ -62,15 +64,14 @@ class Planner:
         # Lineage, and by array, packed, the rows changed since its whole version. They are one attribute, so that an
         # interrupt never leaves the lineage of one version beside the rows of another.
         self._past: _Past = Lineage(), {}
-        self.refitted: Mapping[
-            str, str
-        ] = {}  # by path, why the next version has arrays whole: `Fit`, at the first rank
+        self.refitted: dict[str, str] = {}  # by path, why the next version has arrays whole: see `_refits`
         self._foreseen: tuple[_Past, Record, _Past] | None = None
         self._tables = trained.tables
         self._codecs, self._policy = options.codecs, options.policy
         self._costs, self._tally = options.costs, tally
         self._code_cache, self._delta_bytes = CodeCache(free_bytes), DeltaBytes()
         self.comparison, self._moments = Comparison(), Moments(trained.slot_names)
+        self._decays = Decays(options.codecs, moves=tally.world == 1 and options.policy != "full")
         # What arrays are compared with: the last version, or their whole one, which later deltas depend on.
         self._parents: Since = "previous" if options.policy in ("consecutive", "auto") else "baseline"
         keeps: Keeps = (
@@ -113,8 +114,8 @@ class Planner:
 
         `since_whole`: by path of an array, packed: the rows that changed since its whole version was saved.
         """
-        self._code_cache.clear()
-        self._copies.samples.clear()
+        for known in (self._code_cache, self._decays, self._copies.samples):
+            known.clear()
         self._past = lineage, since_whole
 
     def foresee_commit(self, record: Record, taken: Taken) -> None:
@@ -132,6 +133,7 @@ class Planner:
             foreseen = self._past, record, self._following(self._past, record, taken)
         after = foreseen[2][0]
         self._code_cache.commit(record.id, after.grids_of(record, self._code_cache.written))
+        self._decays.commit()
         self._delta_bytes.note(record.id, record.policy, record.shared_bytes)
         self._past = foreseen[2]
 
@@ -150,17 +152,16 @@ class Planner:
         self._past = self.lineage.folded(version, nbytes), since_whole
 
     def judge(self, arrays: Sequence[RowArray]) -> dict[str, Factors | None]:
-        """Which values of first moments the next version is to be without: see `Moments.judge`. Finds `refitted`."""
-        self._codecs.choose_step(self.lineage.spent, stored_steps(arrays, self.lineage.lines))
-        why = {path: line.fit.why_whole for path, line in self.lineage.lines.items() if line.fit.why_whole}
-        due = [each for each in arrays if each.path in why and finds_step(codec_of(self._codecs, each))]
-        self.refitted = {each.path: why[each.path] for each in due}
-        wanted = self._codecs.droppable(arrays)
+        """Begin a save: find `refitted`, and which values of first moments it is to be without: see `Moments.judge`."""
+        lines, codecs = self.lineage.lines, self._codecs
+        codecs.choose_step(self.lineage.spent, stored_steps(arrays, lines))
+        self.refitted = _refits(arrays, lines, codecs) | self._decays.off_grid(arrays, lines)
+        wanted = codecs.droppable(arrays)
         return self._moments.judge(arrays, wanted, self._codec_of) if wanted else {}
 
     def _codec_of(self, array: RowArray) -> RowCodec:
         line = None if array.path in self.refitted else self.lineage.lines.get(array.path)
-        return keep_step(codec_of(self._codecs, array), line.lattice if line else None)
+        return codec_over(self._codecs, array, line)
 
     def choose_step(self, arrays: Iterable[RowArray]) -> None:
         """Choose the step that the budget allows; the next version is whole if those beneath it are too coarse."""
@@ -185,6 +186,7 @@ class Planner:
                 known = self._known(array, own)
                 if known is None:
                     continue
+                known = self._decays.on_next(array, known, self.lineage.lines[array.path])
                 place(self.comparison.changed(array.narrowed(own), known), own.start, changed)
             found[array.path] = changed
         return found
@@ -206,8 +208,7 @@ class Planner:
         `configs`: the codecs of the links that are read, newest first.
         `names`: from `Tracker.to_compare`.
         """
-        config, grids = configs[0], {stored_grid(each) for each in configs}
-        grid = grids.pop() if len(grids) == 1 else None
+        config, grid = configs[0], _common_grid(configs)
         is_in_columns = [part.columns for part in table.parts] != [table.dim]
         if self._policy == "full" or is_in_columns or config is None:
             return None
@@ -224,6 +225,7 @@ class Planner:
             line = self.lineage.lines.get(path)
             if line is not None:
                 self._code_cache.adopt(path, known, line.base(self._parents))
+                self._decays.adopt(path, known)
 
     def _known(self, array: RowArray, own: slice) -> Known | None:
         """What is known of an array's rows in the version that its next delta depends on; `own`: of those held."""
@@ -312,7 +314,8 @@ class Planner:
             reasons |= self._whole_reasons(snapshot)
         whole = {array.path for array in snapshot.arrays} if decision.full else reasons.keys()
         sets = self._sets(snapshot.taken, self._since_whole)
-        rows = self._copies.rows(decision, snapshot, sets, self.lineage.lines, changed, whole, pending)
+        lines = self._decays.moved(snapshot, lineage.lines, whole)
+        rows = self._copies.rows(decision, snapshot, sets, lines, changed, whole, pending)
         policy = _policy_document(decision, snapshot, changed, reasons, self._codecs)
         live_bytes, live_threads = self._copies.staging.left_bytes, torch.get_num_threads()
 
@@ -348,6 +351,21 @@ class Planner:
             for array in snapshot.arrays
             if array.table.name in reasons and array.path not in snapshot.compared
         } | dict(self.refitted)
+
+
+def _refits(
+    arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine], codecs: CodecChoice
+) -> dict[str, str]:
+    """By path, why arrays need another step. Of many ranks, the first alone knows: see `Fit`."""
+    why = {path: line.fit.why_whole for path, line in lines.items() if line.fit.why_whole}
+    due = [each for each in arrays if each.path in why and finds_step(codec_of(codecs, each))]
+    return {each.path: why[each.path] for each in due}
+
+
+def _common_grid(configs: Sequence[Mapping[str, Any] | None]) -> Grid | None:
+    """The grid of the newest of these codecs, if all are on it, wherever it was; else None."""
+    grids = [stored_grid(each) for each in configs]
+    return grids[0] if all(is_same_grid(each, grids[0]) for each in grids) else None
 
 
 def _worth_whole(

@@ -19,9 +19,9 @@ from cnr_codecs.kernels.comparing import (
     read_floats,
     read_steps,
 )
-from cnr_codecs.lattice.floating import floating_codes
+from cnr_codecs.lattice.floating import floating_codes, floating_limits, scaled
 from cnr_codecs.lattice.lattice import lattice_codes
-from cnr_codecs.payload.coded import MANTISSA_BITS, Grid, code_range
+from cnr_codecs.payload.coded import MANTISSA_BITS, Grid, code_range, grid_values
 from cnr_codecs.protocol import Rows
 
 Codes = npt.NDArray[np.signedinteger[Any]]
@@ -43,8 +43,9 @@ def compare_rows(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.N
         return _compare_wide(values, parent, grid, element)
     flat, codes = read_only(np.ascontiguousarray(values, np.float32)), read_only(parent)
     if grid.mantissa:
-        least, most = code_range(grid.mantissa, element)
-        compare_floats(flat, dim, MANTISSA_BITS - grid.mantissa, least, most, codes, unknown, found)
+        limits = floating_limits(grid, element)
+        flat = read_only(scaled(flat, grid))
+        compare_floats(flat, dim, MANTISSA_BITS - grid.mantissa, *limits, codes, unknown, found)
     else:
         compare_steps(flat, dim, 1 / grid.step, codes, unknown, found)
     return found
@@ -69,6 +70,8 @@ def read_codes(values: Rows, grid: Grid, element: str, codes: Codes) -> npt.NDAr
         codes[:, 0] = unknown_code(codes.dtype)
         return np.ones(len(values), np.bool_)
     flat, out = read_only(np.ascontiguousarray(values, np.float32)), codes.reshape(-1)
+    if grid.is_moved:
+        return _read_moved(flat.reshape(values.shape), grid, element, codes)
     if grid.mantissa:
         least, most = code_range(grid.mantissa, element)
         shift = MANTISSA_BITS - grid.mantissa
@@ -77,6 +80,16 @@ def read_codes(values: Rows, grid: Grid, element: str, codes: Codes) -> npt.NDAr
         most = int(np.iinfo(codes.dtype).max)
         read_steps(flat, dim, np.float32(grid.step), most, out, unknown_code(codes.dtype), found)
     return found.view(np.bool_)
+
+
+def _read_moved(values: Rows, grid: Grid, element: str, codes: Codes) -> npt.NDArray[np.bool_]:
+    held, lacking = floating_codes(values, grid.mantissa, element, grid.scale, grid.shift)
+    found = np.flatnonzero(~lacking)
+    codes[found] = held
+    is_other = grid_values(held, grid, element).view(np.uint32) != values[found].view(np.uint32)
+    lacking[found[is_other.any(axis=1)]] = True
+    codes[lacking, 0] = unknown_code(codes.dtype)
+    return lacking
 
 
 def row_digests(values: Rows, key: int) -> Digests:
@@ -100,7 +113,7 @@ def stored_digests(values: Rows, grid: Grid, element: str, key: int) -> Digests:
     `values`, `grid`, `element`: as for `compare_rows`; `key`: as for `row_digests`.
     """
     if grid.mantissa:
-        codes, raw = floating_codes(values, grid.mantissa, element)
+        codes, raw = floating_codes(values, grid.mantissa, element, grid.scale, grid.shift)
     else:
         codes, raw = lattice_codes(values, grid.step, element_named(element))
     digests = np.empty(len(values), np.uint64)

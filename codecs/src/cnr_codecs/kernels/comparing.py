@@ -48,14 +48,24 @@ def compare_steps(values: Any, dim: int, inverse: float, parent: Any, unknown: i
 
 @kernel
 def compare_floats(
-    values: Any, dim: int, shift: int, least: int, most: int, parent: Any, unknown: int, found: Any
+    values: Any,
+    dim: int,
+    shift: int,
+    least: int,
+    lowest: int,
+    most: int,
+    raised: int,
+    parent: Any,
+    unknown: int,
+    found: Any,
 ) -> None:
     """Write to `found` (uint8) whether `kernels.lattice.quantize_floating` gives rows the codes `parent`.
 
     `values` is flat float32, `parent` flat int16. A row whose first code is `unknown` has none.
     """
     width, below, zero, one = np.uintp(dim), np.uint32(shift), np.uint32(0), np.uint32(1)
-    half, low, top = np.uint32((1 << (shift - 1)) - 1), np.uint32(least), np.uint32(most)
+    half, low, top = np.uint32((1 << (shift - 1)) - 1), np.uint32(lowest), np.uint32(most)
+    more = np.uint32(raised)
     for i in range(found.size):
         first = np.uintp(i * dim)
         if parent[first] == unknown:
@@ -68,26 +78,26 @@ def compare_floats(
             bits = bits_of(values[j])
             size = np.uint32(bits & _SIZE)
             magnitude = np.uint32(np.uint32(size + np.uint32(half + ((size >> below) & one))) >> below)
-            sign = np.uint32(zero - np.uint32(bits >> _SIGN))
-            code = np.uint32(np.uint32(magnitude ^ sign) - sign)
+            sign, used = np.uint32(zero - np.uint32(bits >> _SIGN)), np.uint32(zero - size)
+            raised_size = np.uint32(magnitude + np.uint32(more & np.uint32(zero - np.uint32(used >> _SIGN))))
+            code = np.uint32(np.uint32(raised_size ^ sign) - sign)
             different = np.uint32(different | (code ^ np.uint32(np.int32(parent[j]))))
             different = np.uint32(different | (np.uint32(top - magnitude) & ~_SIZE))
-            used = np.uint32(zero - size)
             small = np.uint32(small | (np.uint32(magnitude - low) & used))
             negative = np.uint32(negative | (used & bits))
         if small > _SIZE:
-            least_code = zero if negative > _SIZE else low
+            least_code = zero if negative > _SIZE else np.uint32(least)
             different = zero
             for j in range(first, first + width):
                 bits = bits_of(values[j])
                 size = np.uint32(bits & _SIZE)
                 magnitude = np.uint32(np.uint32(size + np.uint32(half + ((size >> below) & one))) >> below)
-                if size != 0 and magnitude < low:
-                    magnitude = least_code
+                different = np.uint32(different | (np.uint32(top - magnitude) & ~_SIZE))
+                if size != 0:
+                    magnitude = least_code if magnitude < low else np.uint32(magnitude + more)
                 sign = np.uint32(zero - np.uint32(bits >> _SIGN))
                 code = np.uint32(np.uint32(magnitude ^ sign) - sign)
                 different = np.uint32(different | (code ^ np.uint32(np.int32(parent[j]))))
-                different = np.uint32(different | (np.uint32(top - magnitude) & ~_SIZE))
         found[i] = OTHER if different else SAME
 
 

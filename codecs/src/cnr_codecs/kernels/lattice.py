@@ -12,6 +12,8 @@ from cnr_codecs.kernels.building.instructions import bits_of, float_of, prefetch
 # Beyond every limit, and within an int32.
 _BEYOND = np.float64(1 << 16)
 _1 = np.uint64(1)
+# The least normal float32.
+_LEAST = np.float32(2.0**-126)
 # Sums lie anywhere in memory: those of a row are asked for so many rows before they are needed.
 _AHEAD = 12
 _LINE = 16
@@ -69,7 +71,18 @@ def count_magnitudes(values: Any, drop: int, counts: Any) -> None:
 
 @kernel
 def place_rows(
-    codes: Any, dim: int, step: Any, shift: int, rows: Any, first_row: int, need: Any, flat: Any, stride: int
+    codes: Any,
+    dim: int,
+    step: Any,
+    shift: int,
+    scale: Any,
+    raised: int,
+    lowest: int,
+    rows: Any,
+    first_row: int,
+    need: Any,
+    flat: Any,
+    stride: int,
 ) -> int:
     """Write the wanted ones of `rows` (uint32) to `flat` (float32), clear their marks, and return their number.
 
@@ -77,8 +90,11 @@ def place_rows(
     (uint8) marks if it is wanted, and which begins at that many times `stride`. Others lie outside of it.
 
     A value is its code times `step`. If that is 0, its bits are the code's magnitude, shifted by `shift` bits, and
-    sign; negative codes that are exact, which are int32, have magnitudes from 0 on.
+    sign; negative codes that are exact, which are int32, have magnitudes from 0 on. If `scale` is not 1 or `raised` not
+    0, magnitudes are first lessened by `raised`, and what their bits stand for is divided by `scale`; a magnitude below
+    `lowest` that was not 0 stands for the least normal number.
     """
+    is_still = scale == 1 and raised == 0
     written, width, narrow = 0, np.uintp(dim), np.int64(codes.itemsize == 2)  # a constant of the compiler's
     for i in range(rows.size):
         place = np.int64(rows[i]) - first_row
@@ -91,6 +107,15 @@ def place_rows(
             for j in range(width):
                 flat[to + j] = step * np.float32(codes[source + j])
             continue
+        if not is_still:
+            for j in range(width):
+                number = np.int32(codes[source + j])
+                magnitude = np.int32(abs(number) - np.int32(raised))
+                value = float_of(np.uint32(max(magnitude, np.int32(lowest)) << np.int32(shift))) / scale
+                value = value if magnitude >= lowest else _LEAST
+                value = value if number > 0 else -value
+                flat[to + j] = value if number else np.float32(0)
+            continue
         for j in range(width):
             code = np.int64(codes[source + j])
             negative = code >> 63
@@ -101,14 +126,24 @@ def place_rows(
 
 @kernel
 def quantize_floating(
-    bits: Any, dim: int, sign: int, shift: int, bias: int, least: int, most: int, codes: Any, raw: Any
+    bits: Any,
+    dim: int,
+    sign: int,
+    shift: int,
+    bias: int,
+    least: int,
+    lowest: int,
+    most: int,
+    raised: int,
+    codes: Any,
+    raw: Any,
 ) -> Any:
     """Write the codes of rows to `codes` (int16), one row after the other, and return how many rows have any.
 
     `bits` is flat uint32 or uint64: numbers whose sign is bit `sign`. A code's magnitude is what stands above `shift`
-    bits, to which these are rounded half even, less `bias`. A row with a magnitude that is neither that of 0 nor from
-    `least` to `most` is marked in `raw` (uint8), and its codes are overwritten. But where there is no `bias`, smaller
-    ones become `least`, or 0 in rows with negative values.
+    bits, to which these are rounded half even, less `bias`; `raised` is added to those other than 0. A row with a
+    magnitude that was neither that of 0 nor from `lowest` to `most` is marked in `raw` (uint8), and its codes are
+    overwritten. But where there is no `bias`, smaller ones become `least`, or 0 in rows with negative values.
     """
     width, held = np.uintp(dim), np.int64(0)
     below, top = np.uint64(shift), np.uint64(sign)
@@ -126,13 +161,26 @@ def quantize_floating(
             size = number & mask
             magnitude: Any = np.int64((size + half + ((size >> below) & _1)) >> below) - bias
             magnitude = magnitude if size else 0
-            is_small = size != 0 and magnitude < least
+            is_small = size != 0 and magnitude < lowest
             bad |= magnitude > most or (is_small and bias != 0)
-            magnitude = small if is_small else magnitude
+            magnitude = small if is_small else magnitude + (raised if size else 0)
             codes[place + j] = np.int16(-magnitude if number >> top else magnitude)
         raw[i] = bad
         held += not bad
     return held
+
+
+@kernel
+def scale_floats(values: Any, scale: Any, out: Any) -> None:
+    """Write flat float32 times `scale` to `out`, but those up to the least normal number as they are.
+
+    With smaller ones processors are slow.
+    """
+    for j in range(np.uintp(values.size)):
+        value = values[j]
+        is_small = abs(value) <= _LEAST
+        scaled = (np.float32(0) if is_small else value) * scale
+        out[j] = value if is_small else scaled
 
 
 @kernel

@@ -14,17 +14,20 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.building.compiled import read_only
-from cnr_codecs.kernels.lattice import quantize_floating, zero_small
+from cnr_codecs.kernels.lattice import quantize_floating, scale_floats, zero_small
 from cnr_codecs.lattice.segments import Encoded, Mask, encode_segments, nothing_known
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
+    MAX_CODE,
     MAX_MANTISSA,
+    MAX_SHIFT,
     NARROW_DIM,
     Codes,
     Grid,
     code_range,
     exact_codes,
     has_floating_codes,
+    valid_move,
 )
 from cnr_codecs.protocol import Offsets, Rows
 from cnr_codecs.rows import check_rows
@@ -55,6 +58,9 @@ class FloatingRows:
         Bits of the mantissa that are kept: 1 to 7, or 23.
     relative
         As of `LatticeRows`.
+    scale, shift
+        Where the grid has moved to: values of float32 are coded as they are times `scale`, a float32 from 1 to below 2,
+        and `shift` octaves larger, 0 to 16,383. With 23 bits they must be 1 and 0.
 
     Raises
     ------
@@ -64,6 +70,8 @@ class FloatingRows:
 
     mantissa_bits: int = DEFAULT_MANTISSA_BITS
     relative: bool = False
+    scale: float = 1.0
+    shift: int = 0
 
     def __post_init__(self) -> None:
         if type(self.relative) is not bool:
@@ -73,11 +81,27 @@ class FloatingRows:
                 f"mantissa_bits must be an integer from 1 to {MAX_MANTISSA}, or {MANTISSA_BITS}, got "
                 f"{self.mantissa_bits!r}"
             )
+        moved = self.scale, self.shift
+        if type(self.scale) is not float or type(self.shift) is not int or not valid_move(*moved):
+            raise CodecConfigError(
+                f"scale and shift must be a float32 from 1 to below 2, and an integer from 0 to {MAX_SHIFT}, got "
+                f"{moved!r}"
+            )
+        if self.grid.is_moved and not self.grid.is_centered:
+            raise CodecConfigError(
+                f"a floating grid of {self.mantissa_bits} bits does not move, got {moved!r}"
+            )
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of its codes."""
+        return Grid(0.0, self.mantissa_bits, self.scale, self.shift)
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration that `row_codec` takes."""
         relative = {"relative": True} if self.relative else {}
-        return {"id": "cnr_floating", "mantissa_bits": self.mantissa_bits, **relative}
+        moved = {"scale": self.scale, "shift": self.shift} if self.grid.is_moved else {}
+        return {"id": "cnr_floating", "mantissa_bits": self.mantissa_bits, **relative, **moved}
 
     def zarr_codec(self) -> dict[str, Any]:
         """Return the entry of a Zarr v3 array's `codecs`, which has no relative rows."""
@@ -124,8 +148,10 @@ class FloatingRows:
         """
         kind = _floating_element(element, self.mantissa_bits)
         _, values, offsets = check_rows(values, offsets, rows, kind.name)
-        held, raw = quantized or floating_codes(values, self.mantissa_bits, kind.name)
-        near, grid = known & ~raw, Grid(mantissa=self.mantissa_bits)
+        if self.grid.is_moved and kind.name != "float32":
+            raise RowsError(f"{kind.name} rows have no codes on a grid that has moved; only float32 rows do")
+        held, raw = quantized or floating_codes(values, self.mantissa_bits, kind.name, self.scale, self.shift)
+        near, grid = known & ~raw, self.grid
         if grid.is_centered and near.any() and parent.shape == values.shape:
             near[near] = _are_near(held[near[~raw]], parent[near])
         return encode_segments(values, offsets, rows, parent, near, held, raw, kind, grid, seal)
@@ -151,27 +177,46 @@ def write_without_small(
         out[found.view(np.uint32) == 0] = 0
 
 
-def floating_codes(values: Rows, mantissa: int, element: str) -> tuple[Codes, npt.NDArray[np.bool_]]:
+def floating_codes(
+    values: Rows, mantissa: int, element: str, scale: float = 1.0, shift: int = 0
+) -> tuple[Codes, npt.NDArray[np.bool_]]:
     """Return the codes (m, dim) of the rows that have any, and which rows, bool (n,), have none.
 
     `payload.coded.grid_values` is the inverse.
 
     `values`: (n, dim) of the array dtype of the element type.
+    `scale`, `shift`: where a grid of float32 has moved to.
     """
     count, dim = values.shape
     if mantissa == MANTISSA_BITS:
         return _exact_codes(values, element)
+    grid = Grid(0.0, mantissa, scale, shift)
     if values.dtype == np.float64:
-        sign, shift, bias = 63, _MANTISSA_BITS_64 - mantissa, _BIAS_64 << mantissa
+        kinds = 63, _MANTISSA_BITS_64 - mantissa, _BIAS_64 << mantissa
         bits = np.ascontiguousarray(values).view(np.uint64)
     else:
-        sign, shift, bias = 31, MANTISSA_BITS - mantissa, 0
+        kinds = 31, MANTISSA_BITS - mantissa, 0
         with np.errstate(invalid="ignore"):  # signaling NaN of float16
-            bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+            bits = scaled(np.ascontiguousarray(values, np.float32), grid).view(np.uint32)
     codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
-    least, most = code_range(mantissa, element)
-    held = quantize_floating(read_only(bits), dim, sign, shift, bias, least, most, codes.reshape(-1), raw)
+    limits = floating_limits(grid, element)
+    held = quantize_floating(read_only(bits), dim, *kinds, *limits, codes.reshape(-1), raw)
     return codes[:held], raw.view(np.bool_)
+
+
+def floating_limits(grid: Grid, element: str) -> tuple[int, int, int, int]:
+    """Return what kernels go by: the least code; from and to which magnitude others have one; what is then added."""
+    least, most = code_range(grid.mantissa, element)
+    return least, grid.lowest, max(min(most, MAX_CODE - grid.raised), grid.lowest - 1), grid.raised
+
+
+def scaled(values: Rows, grid: Grid) -> Rows:
+    """Return float32 as they are coded, C-contiguous: those up to the least normal number as they are."""
+    if grid.scale == 1:
+        return values
+    out = np.empty(values.shape, np.float32)
+    scale_floats(read_only(values), np.float32(grid.scale), out.reshape(-1))
+    return out
 
 
 def _exact_codes(values: Rows, element: str) -> tuple[Codes, Mask]:

@@ -120,8 +120,7 @@ def _segment(
     parent: npt.NDArray[np.signedinteger[Any]] | None = None,
 ) -> Segment:
     """Return the segment of rows of these codes, relative to those of the same rows in `parent` if there is one."""
-    row_set, parameters = RowSet.of(offsets, rows), np.full((1, 1), grid.step, np.float32)
-    kinds = grid.mantissa, ParameterType.FLOAT32, row_set, parameters
+    kinds = grid.mantissa, ParameterType.FLOAT32, RowSet.of(offsets, rows), grid.parameters
     if parent is None:
         return Segment(Scheme.LATTICE, *kinds, codes.view(np.uint8))
     coded = CodedRows.encode(codes, grid, _differences(codes, parent))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -42,15 +42,24 @@ MAX_MANTISSA = 7
 MANTISSA_BITS = 23
 # Exponents of a float32 that codes have. Those above leave room to round up, those below are subnormal.
 _LEAST_EXPONENT, _END_EXPONENT = 1, 254
+# The most octaves that codes of a floating grid are shifted by. Those of one bit have nothing left then.
+MAX_SHIFT = MAX_CODE >> 1
 # The exponent of 65,536, to which the largest values of float16 may be rounded.
 _END_OF_FLOAT16 = 127 + 16
 
 
 class Grid(NamedTuple):
-    """What integers stand for: multiples of a step, or the upper bits of floating-point numbers."""
+    """What integers stand for: multiples of a step, or the upper bits of floating-point numbers.
+
+    A floating grid of 1 to 7 bits may have moved, for float32: a value is then coded as it is times `scale`, and the
+    magnitude of its code is raised by `shift` octaves. So numbers that decay together keep their codes as `scale` and
+    `shift` grow. The least code stands for the least normal number on any such grid.
+    """
 
     step: float = 0.0  # 0 of a floating grid
     mantissa: int = 0  # bits of the mantissa that codes keep on a floating grid, 1 to 7 or 23; else 0
+    scale: float = 1.0  # a float32 from 1 to below 2
+    shift: int = 0  # 0 to `MAX_SHIFT`
 
     @property
     def is_exact(self) -> bool:
@@ -72,41 +81,71 @@ class Grid(NamedTuple):
         """The least and the greatest magnitude of codes other than 0."""
         if self.is_exact:
             return _ANY
-        return code_range(self.mantissa) if self.mantissa else (1, MAX_CODE)
+        least, most = code_range(self.mantissa) if self.mantissa else (1, MAX_CODE)
+        return least, min(most + self.raised, MAX_CODE)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it is a floating grid that has moved."""
+        return (self.scale, self.shift) != (1, 0)
+
+    @property
+    def raised(self) -> int:
+        """What the shift adds to the magnitudes of codes."""
+        return self.shift << self.mantissa
+
+    @property
+    def lowest(self) -> int:
+        """The least magnitude of a code other than the least one of all, before the shift; of one that moved not."""
+        return _lowest(self.mantissa, self.scale) if self.is_moved else _LEAST_EXPONENT << self.mantissa
+
+    @property
+    def parameters(self) -> npt.NDArray[np.float32]:
+        """The parameters of its segments: step, scale and shift, (1, 3)."""
+        return np.array([[self.step, self.scale, self.shift]], np.float32)
+
+    def at(self, scale: float, shift: int) -> Grid:
+        """The same grid, moved there if it is one that may move."""
+        return self._replace(scale=scale, shift=shift) if self.is_centered else self
 
     def __str__(self) -> str:
-        return f"the floating grid of {self.mantissa} bits" if self.mantissa else f"the step {self.step!r}"
+        moved = f" at {self.scale!r} * 2**{self.shift}" if self.is_moved else ""
+        return (
+            f"the floating grid of {self.mantissa} bits{moved}"
+            if self.mantissa
+            else f"the step {self.step!r}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Centers:
     """Centers of lines of codes on a floating grid, whose magnitudes are near each other and far from 0."""
 
-    mantissa: int
+    grid: Grid
     is_signed: bool  # whether codes may be negative. Then the lowest bit of what is coded is the sign.
     lines: npt.NDArray[np.bool_]  # (lines,): which lines are not of zeros: these have centers
     data: Frame  # of these lines, as they are stored
 
     @classmethod
     def encode(
-        cls, centers: npt.NDArray[np.int64], classes: npt.NDArray[np.uint8], mantissa: int, is_signed: bool
+        cls, centers: npt.NDArray[np.int64], classes: npt.NDArray[np.uint8], grid: Grid, is_signed: bool
     ) -> Centers:
         """Pack the centers of lines. `classes`: of the differences from these."""
         lines = classes != 0
         planes = centers[lines].astype("<u2").view(np.uint8).reshape(-1, 2).T
         data = compress(np.ascontiguousarray(planes).reshape(-1)) if planes.size else b""
-        return cls(mantissa, is_signed, lines, data)
+        return cls(grid, is_signed, lines, data)
 
     @classmethod
     def parse(
-        cls, data: Frame, classes: npt.NDArray[np.uint8], mantissa: int, is_signed: bool, where: str
+        cls, data: Frame, classes: npt.NDArray[np.uint8], grid: Grid, is_signed: bool, where: str
     ) -> Centers:
         """Return the centers that are stored as `data`."""
         lines = classes != 0
         count = int(np.count_nonzero(lines))
         if (claimed_size(data) != 2 * count) if count else len(data):
             raise PayloadError(f"{where}: {len(data)} bytes are not the centers of {count} lines")
-        return cls(mantissa, is_signed, lines, data)
+        return cls(grid, is_signed, lines, data)
 
     @cached_property
     def values(self) -> npt.NDArray[np.int64]:
@@ -122,10 +161,11 @@ class Centers:
 
     def restore(self, rests: Integers, line: int, lines: Lines) -> Codes:
         """Return the codes of differences from the centers of their lines."""
-        least, most = code_range(self.mantissa)
         codes = np.empty(rests.size, np.int16)
-        if not restore_lines(rests, line, int(self.is_signed), self.values[lines], least, most, codes):
-            raise PayloadError(f"a code is none of a floating grid of {self.mantissa} bits")
+        if not restore_lines(
+            rests, line, int(self.is_signed), self.values[lines], *self.grid.code_range, codes
+        ):
+            raise PayloadError(f"a code is none of {self.grid}")
         return codes
 
 
@@ -167,7 +207,7 @@ class CodedRows:
             stored = np.empty(flat.size, np.int32)
             center_lines(flat, line, int(is_signed), found, stored)
             lines = PackedLines.encode(stored, line)
-            centers = Centers.encode(found, lines.classes, grid.mantissa, is_signed)
+            centers = Centers.encode(found, lines.classes, grid, is_signed)
         table, check = in_lines(codes, line), begun(grid, lines)
         for _, begin, end in lines.blocks:
             check = checksum(check, np.take(table, lines.order[begin:end], axis=0))
@@ -210,7 +250,7 @@ class CodedRows:
         packed = PackedLines.parse(data, lines, line_rows * shape[1], where)
         if not is_centered:
             return cls(*shape, grid, packed, check)
-        held = Centers.parse(centers, packed.classes, grid.mantissa, is_signed, where)
+        held = Centers.parse(centers, packed.classes, grid, is_signed, where)
         return cls(*shape, grid, packed, check, held)
 
     def decode(self) -> Codes:
@@ -264,7 +304,7 @@ def rows_of_line(dim: int) -> int:
 
 def begun(grid: Grid, lines: PackedLines) -> int:
     """Return the checksum of what gives codes their values and their order: the grid, and the classes of lines."""
-    check = google_crc32c.value(_GRID.pack(grid.step, 1.0, 0, grid.mantissa))
+    check = google_crc32c.value(_GRID.pack(grid.step, grid.scale, grid.shift, grid.mantissa))
     return int(google_crc32c.extend(check, lines.classes))
 
 
@@ -283,18 +323,40 @@ def code_range(mantissa: int, element: str = "float32") -> tuple[int, int]:
     return _LEAST_EXPONENT << mantissa, (end << mantissa) - 1
 
 
+def valid_move(scale: float, shift: int) -> bool:
+    """Whether a floating grid may have moved there."""
+    return 1 <= scale < 2 and float(np.float32(scale)) == scale and 0 <= shift <= MAX_SHIFT
+
+
+@lru_cache(maxsize=1024)
+def _lowest(mantissa: int, scale: float) -> int:
+    """The least magnitude whose value over the scale is above the least normal number as a float32."""
+    least = _LEAST_EXPONENT << mantissa
+    ratios = np.arange(least, 2 * least + 1, dtype=np.float32) / np.float32(least) / np.float32(scale)
+    return least + int(np.argmax(ratios > 1))
+
+
 def grid_values(codes: npt.NDArray[np.integer[Any]], grid: Grid, element: str) -> npt.NDArray[Any]:
     """Return the values of codes, of the array dtype of an element type.
 
-    Those on a step are exact in float32, and rounded to the element type. Those on a floating grid are exact.
+    Those on a step are exact in float32, and rounded to the element type. Those on a floating grid are exact; if it has
+    moved, rounded once.
 
     `codes`: signed integers of any shape. `PayloadError` if the type has no value of an exact code.
     """
     if grid.is_exact:
         wide = exact_codes(codes.astype(np.int32, copy=False)).view(np.float32)
     elif grid.mantissa:
-        sizes = np.abs(codes.astype(np.int64)) << (MANTISSA_BITS - grid.mantissa)
-        wide = (sizes | ((codes < 0).astype(np.int64) << 31)).astype(np.uint32).view(np.float32)
+        sizes, signs = np.abs(codes.astype(np.int64)), (codes < 0).astype(np.int64) << 31
+        if grid.is_moved:
+            small, sizes = sizes - grid.raised < grid.lowest, np.maximum(sizes - grid.raised, grid.lowest)
+            scaled = (sizes << (MANTISSA_BITS - grid.mantissa)).astype(np.uint32).view(np.float32)
+            sizes = (scaled / np.float32(grid.scale)).view(np.uint32).astype(np.int64)
+            sizes[small] = _LEAST_EXPONENT << MANTISSA_BITS
+            sizes[codes == 0] = 0
+        else:
+            sizes <<= MANTISSA_BITS - grid.mantissa
+        wide = (sizes | signs).astype(np.uint32).view(np.float32)
     else:
         wide = np.float32(grid.step) * codes.astype(np.float32)
     if element == "bfloat16":

@@ -32,7 +32,7 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
     Only blocks with wanted rows are decoded. The checksum of the codes is compared if all of them are.
     """
     width, coded, pending = payload.dim, segment.coded_rows(), target.pending
-    written, check, is_whole = 0, begun(segment.grid, coded.lines), True
+    written, check, is_whole = 0, begun(coded.grid, coded.lines), True
     number = -1 if pending is None else pending.known_number(segment.grid)
     for codes, rows in _wanted(segment, coded, target.need, target.first_row, MAX_CODE):
         if codes is None:
@@ -102,7 +102,8 @@ def _place(payload: Payload, segment: Segment, codes: Codes, rows: RowNumbers, t
     # Codes of up to 7 bits are exact in bfloat16 as well.
     if payload.element == "float32" or (payload.element == "bfloat16" and grid.is_centered):
         kinds = payload.dim, np.float32(grid.step), MANTISSA_BITS - grid.mantissa
-        return int(place_rows(codes, *kinds, *place, target.flat, target.stride))
+        moved = np.float32(grid.scale), grid.raised, grid.lowest
+        return int(place_rows(codes, *kinds, *moved, *place, target.flat, target.stride))
     places = rows.astype(np.int64) - target.first_row
     chosen = np.flatnonzero((places >= 0) & (places < len(target.need)))
     chosen = chosen[target.need[places[chosen]] != 0]

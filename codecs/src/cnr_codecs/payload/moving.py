@@ -70,7 +70,7 @@ def take_rows(
 
 
 def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Return one segment for each scheme, bits and parameter type, and of lattices for each step.
+    """Return one segment for each scheme, bits and parameter type, and of lattices for each grid.
 
     Relative segments stay as they are: each has the checksum of what its own rows end up with.
 
@@ -84,11 +84,11 @@ def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
     RowsError
         The chunks differ in rows or columns, or two segments of one kind have the same row.
     """
-    kinds: dict[tuple[int, int, int, float], list[Segment]] = {}
+    kinds: dict[tuple[int, int, int, tuple[float, ...]], list[Segment]] = {}
     for number, segment in enumerate(segments):
-        apart = float(segment.parameters[0, 0]) if segment.scheme is Scheme.LATTICE else 0.0
+        apart = tuple(segment.parameters[0].tolist()) if segment.scheme is Scheme.LATTICE else ()
         if segment.scheme is Scheme.RELATIVE:
-            apart = float(number)
+            apart = (float(number),)
         kind = segment.scheme, segment.bits, segment.parameter_type, apart
         kinds.setdefault(kind, []).append(segment)
     return [alike[0] if len(alike) == 1 else _merge(alike) for _, alike in sorted(kinds.items())]

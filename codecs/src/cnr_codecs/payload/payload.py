@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element
-from cnr_codecs.errors import RowsError
+from cnr_codecs.errors import PayloadError, RowsError
 from cnr_codecs.payload.coded import CodedRows, Grid
 from cnr_codecs.payload.rowset import RowSet
 
@@ -25,8 +25,8 @@ HEAD_BYTES = struct.Struct("<I")
 ENTRY = struct.Struct("<BBBBIII")
 CHECKSUM = struct.Struct("<I")
 BOOK_COUNT = struct.Struct("<I")
-# Of a coded segment: the step, 0 on a floating grid; the scale and the shift of its grid, which are 1 and 0; flags; 0;
-# the checksum of its codes.
+# Of a coded segment: the step, 0 on a floating grid; the scale and the shift of its grid, 1 and 0 unless that has
+# moved; flags; 0; the checksum of its codes.
 GRID = struct.Struct("<ffhBBI")
 # The flag of a floating grid whose codes may be negative.
 SIGNED = 2
@@ -85,8 +85,8 @@ class Segment:
         Which rows of the chunk the segment has.
     parameters
         The parameters, of their stored dtype. Uniform schemes: (parameters per row, count), that is, scale and
-        offset, or the half step. Codebooks: (codebooks, 2**bits), ascending centroids. Lattice: (1, 1), the step, or
-        0 on a floating grid.
+        offset, or the half step. Codebooks: (codebooks, 2**bits), ascending centroids. Lattice: (1, 3), those of
+        the grid that its values are by.
     codes
         uint8 (count, bytes a row): packed codes, raw values, or nothing for absent rows. Lattice: codes as int16, on a
         floating grid of 23 bits int32, or none, (0, bytes a row), where they are in `coded`. Relative: none.
@@ -119,8 +119,9 @@ class Segment:
 
     @property
     def grid(self) -> Grid:
-        """The grid of a lattice or a relative segment."""
-        return Grid(float(self.parameters[0, 0]), self.bits)
+        """The grid of a lattice or a relative segment, by which codes become values; that of `coded` was stored."""
+        step, scale, shift = self.parameters[0].tolist()
+        return Grid(step, self.bits, scale, int(shift))
 
     def stored_parameters(self) -> bytes:
         """Return the parameters as the payload stores them."""
@@ -155,6 +156,29 @@ class Payload:
     element: str
     seal: int
     segments: tuple[Segment, ...]
+
+    def at(self, scale: float, shift: int) -> Payload:
+        """The same rows with the values that their codes have on floating grids that have moved on.
+
+        Parameters
+        ----------
+        scale, shift
+            Where to.
+
+        Raises
+        ------
+        PayloadError
+            One has moved further: its codes would have no values.
+        """
+
+        def moved(segment: Segment) -> Segment:
+            grid = segment.grid if segment.scheme in CODED else Grid()
+            if (grid.shift, grid.scale) > (shift, scale):
+                raise PayloadError(f"payload: {grid} has moved further than to {scale!r} * 2**{shift}")
+            there = grid.at(scale, shift)
+            return segment if there == grid else replace(segment, parameters=there.parameters)
+
+        return replace(self, segments=tuple(map(moved, self.segments)))
 
 
 def book_dtype(count: int) -> np.dtype[Any]:
@@ -205,7 +229,8 @@ def _body(segment: Segment) -> tuple[bytes | memoryview, ...]:
 def _lattice_body(segment: Segment) -> tuple[bytes | memoryview, ...]:
     coded = segment.coded_rows()
     flags = SIGNED if coded.centers is not None and coded.centers.is_signed else 0
-    return GRID.pack(segment.grid.step, 1.0, 0, flags, 0, coded.check), coded.data
+    grid = coded.grid
+    return GRID.pack(grid.step, grid.scale, grid.shift, flags, 0, coded.check), coded.data
 
 
 def encode_head(

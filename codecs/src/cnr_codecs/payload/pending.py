@@ -43,7 +43,7 @@ class Pending:
         Of all that is read in one walk.
     values
         float32 (rows, columns), contiguous: what float32 rows are decoded into. The sums then stand in this memory
-        until the values do, and take none of their own.
+        until the values do, and take none of their own. No grid must have moved: codes are found in values again.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ class Pending:
         blocks = [
             segment.coded.rows_of_block(each, offsets) for each in range(len(segment.coded.lines.blocks))
         ]
-        checks = begun(segment.grid, segment.coded.lines), segment.coded.check
+        checks = begun(segment.coded.grid, segment.coded.lines), segment.coded.check
         self._proofs.append((self.where, np.concatenate(blocks), self.row - first_row, segment.grid, checks))
 
     def settle(self, codes: Codes, rows: npt.NDArray[np.integer[Any]], grid: Grid) -> Codes:

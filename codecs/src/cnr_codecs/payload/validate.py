@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from cnr_codecs.elements import Element
 from cnr_codecs.errors import PayloadError, UnsupportedPayloadError
-from cnr_codecs.payload.coded import CodedRows, Grid
+from cnr_codecs.payload.coded import CodedRows, Grid, valid_move
 from cnr_codecs.payload.head import (
     DEFAULT_MAX_DECODED_BYTES,
     Entry,
@@ -102,10 +102,12 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
     """Return a lattice or a relative segment. Its codes are proven when they are decoded."""
     where, shape = entry.where, (entry.row_set.count, header.dim)
     step, scale, shift, flags, reserved, check = GRID.unpack(reader.read(GRID.size, where, "grid").tobytes())
-    grid = Grid(step, entry.bits)
+    grid = Grid(step, entry.bits, scale, shift)
+    may_move = grid.is_centered and header.element.name == "float32"
+    is_known = may_move and valid_move(scale, shift)
     is_centered = grid.is_centered and entry.scheme is Scheme.LATTICE  # differences are near 0 as they are
     is_signed = flags == SIGNED and is_centered
-    if (scale, shift, reserved) != (1, 0, 0) or (flags and not is_signed):
+    if not (is_known or not grid.is_moved) or reserved or (flags and not is_signed):
         raise UnsupportedPayloadError(
             f"{where}: scale {scale}, shift {shift}, flags {flags}, {reserved} of a grid are unknown: a newer release "
             "wrote it; install a newer cnr-codecs to read it"
@@ -119,10 +121,9 @@ def _read_lattice(reader: Reader, entry: Entry, header: Header) -> Segment:
         raise PayloadError(f"{where}: a body of {entry.body_bytes} bytes has no room for the grid")
     data = reader.read(entry.body_bytes - GRID.size, where, "coded rows").data
     coded = CodedRows.parse(data, shape, check, grid, where, is_centered=is_centered, is_signed=is_signed)
-    parameters = np.full((1, 1), step, np.float32)
     no_codes = np.empty((0, row_bytes(entry.scheme, entry.bits, header.dim)), np.uint8)
     kinds = entry.scheme, entry.bits, entry.parameter_type
-    return Segment(*kinds, entry.row_set, parameters, no_codes, coded=coded)
+    return Segment(*kinds, entry.row_set, grid.parameters, no_codes, coded=coded)
 
 
 def valid_step(step: float) -> bool:
