@@ -182,5 +182,6 @@ CASES: Mapping[str, Make] = {
     "meeting": changed_once("meeting", (), {"Users": [1], "users": [2, 3]}, bits=32),
     "lattices": policy("intermittent", 3, 30, codec={"users": _LATTICE}),
     "relative": golden_histories.relative,
+    "moving": golden_histories.moving,
 }
 """By their names, in the order in which they are written."""

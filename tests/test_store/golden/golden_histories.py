@@ -183,3 +183,20 @@ def relative(url: Path) -> Notes:
             notes.save(checkpointer, "averaged", job, step)
     cnr_store.compact(url, 2)
     return notes
+
+
+def moving(url: Path) -> Notes:
+    """Deltas of state whose floating grids move with it, over more than an octave, and the fold of one of them."""
+    notes, job = Notes(url, ("tables/users/weight", "tables/users/exp_avg*")), JOBS["decaying"](1)
+    options: dict[str, Any] = {"policy": "consecutive", "max_chain": None, "rng": False}
+    codec = {"users": {"id": "cnr_lattice", "rms_step": 0.28, "relative": True}}
+    train(job, {"users": [*range(0, 600, 2)]})
+    with Checkpointer(
+        url, job.model, job.optimizers, codec=codec, state_bits={"users": "m3"}, **options
+    ) as checkpointer:
+        for step in range(4):
+            for each in range(3):
+                train(job, {"users": [*range(each, 90, 7)]})
+            notes.save(checkpointer, "decaying", job, step)
+    cnr_store.compact(url, 2)
+    return notes

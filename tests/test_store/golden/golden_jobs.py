@@ -57,6 +57,14 @@ def averaged(seed: int) -> Job:
     return job
 
 
+def decaying(seed: int) -> Job:
+    """One table with gradients for all rows: what Adam keeps for those that are not looked up decays."""
+    torch.manual_seed(seed)
+    job = Job(nn.ModuleDict({"users": nn.Embedding(600, 4)}))
+    job.optimizers = [Adam(job.model.parameters(), lr=0.01)]
+    return job
+
+
 def pair(seed: int) -> Job:
     return users(seed, 60, 6, ads=nn.Embedding(9, 3, sparse=True))
 
@@ -242,6 +250,7 @@ JOBS: Mapping[str, Callable[[int], Job]] = {
     "compressed": tables(FOLLOWED, 22, 9),
     "users": users,
     "averaged": averaged,
+    "decaying": decaying,
     "meeting": lambda seed: users(seed, 20, 4, Users=nn.Embedding(9, 3), con=nn.Linear(3, 2)),
     "stepped": stepped,
     "bare": bare,

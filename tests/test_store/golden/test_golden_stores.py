@@ -69,6 +69,7 @@ NAMES = [
     "meeting",
     "lattices",
     "relative",
+    "moving",
 ]
 COMPRESSED = {("compressed", f"tables/{name}/weight") for name in FOLLOWED} | {("tall", "tables/tall/weight")}
 """What the reader of docs/format.md leaves out."""
