@@ -127,7 +127,11 @@ class Job:
         )
         for key, tensor in self.state.items():
             config, found = entries[f"tables/a/{key}"].codec, as_array(other.state[key])
-            assert config == (DROPPED if key == first else PLAIN), key
+            assert config is not None
+            is_moved = {"scale", "shift"} & config.keys()
+            assert {**config} == (DROPPED if key == first else PLAIN) | {
+                each: config[each] for each in is_moved
+            }, key
             expected = stored(tensor, config)
             if key != first:
                 np.testing.assert_array_equal(found, expected, key)
@@ -209,7 +213,7 @@ def check_history(
 
 
 def test_cold_rows_have_no_moments_and_deltas_are_small(tmp_path: Path) -> None:
-    """Under m3 moments of all rows change at each save, since they decay."""
+    """Under m3 moments of more rows are there, all of which decay."""
     rows = {}
     for state_bits in ("m3", "auto"):
         job, random = Job(MAKERS["Adam"]), np.random.default_rng(1)
@@ -226,8 +230,7 @@ def test_cold_rows_have_no_moments_and_deltas_are_small(tmp_path: Path) -> None:
             if path == "tables/a/exp_avg"
         )
         rows[state_bits] = entry.rows, entry.nbytes
-    assert rows["auto"] < rows["m3"]
-    assert 2 * rows["auto"][1] < rows["m3"][1]
+    assert rows["auto"][1] < 0.6 * rows["m3"][1]
 
 
 @pytest.mark.parametrize(
