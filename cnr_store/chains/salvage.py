@@ -175,9 +175,8 @@ class SalvageReader:
             except CorruptionError as error:
                 self._ancestry.note(error)
         taken: list[Segment] = []
-        if (
-            self._record.arrays[self.path].move != STILL
-        ):  # older values may be on a grid that has not moved as far
+        # Older values may be on a grid that has not moved as far, and one segment has one grid.
+        if self._record.arrays[self.path].move != STILL:
             values, rows = allocate((len(need), self.columns), self.dtype, self.path), np.flatnonzero(wanted)
             self._fill(first_row, values, wanted)
             need[:] = 0

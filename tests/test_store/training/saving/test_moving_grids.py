@@ -243,6 +243,26 @@ def test_what_was_lost_has_its_older_value_on_its_own_grid(moved: Job, whole: bo
     assert not cnr_store.verify(str(moved.url), "latest", deep=True).problems
 
 
+def test_relative_rows_are_composed_on_the_grid_of_what_was_salvaged(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    with job.checkpointer() as checkpointer:
+        for step in range(4):
+            job.train(np.arange(0, 300, 7))
+            job.save(checkpointer, step)
+    *_, third, last = job.expected
+    (key,) = [key for key, _ in open_backend(str(tmp_path)).list_keys(f"versions/{last}/{SECOND}/c")]
+    data = bytearray((tmp_path / key).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / key).write_bytes(data)
+    assert count_relative(str(tmp_path), third, SECOND) > 0
+    other = Job(tmp_path)
+    found = cnr_store.load(str(tmp_path), other.model, other.optimizer, version=last, salvage=True)
+    (version, rows), *more = found.salvaged["users/exp_avg_sq"].by_version.items()
+    assert (version, more) == (third, [])
+    values = other.optimizer.state[other.model.get_parameter("users.weight")]["exp_avg_sq"].numpy()
+    np.testing.assert_array_equal(values[rows], job.expected[third][SECOND][rows])
+
+
 def test_older_readers_refuse_it_by_name(moved: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     version = [*moved.expected][-1]
     monkeypatch.setattr(record_document, "FEATURES", layout.FEATURES - {"moving"})
