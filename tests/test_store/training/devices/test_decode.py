@@ -99,7 +99,7 @@ def test_each_code_of_a_lattice(step: float, element: str) -> None:
 
 
 def _segment(codes: npt.NDArray[np.int16], bits: int, step: float) -> Segment:
-    row_set, parameters = RowSet.first(len(codes), len(codes)), np.full((1, 1), step, np.float32)
+    row_set, parameters = RowSet.first(len(codes), len(codes)), np.array([[step, 1, 0]], np.float32)
     packed = np.ascontiguousarray(codes).view(np.uint8)
     return Segment(Scheme.LATTICE, bits, ParameterType.FLOAT32, row_set, parameters, packed)
 
