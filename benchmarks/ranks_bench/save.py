@@ -90,6 +90,8 @@ def save(group: Group, backend: CountedBackend, model: Model, rows: RowsMaker) -
             "spent": 0.0,
             "moments": {},
             "refits": {},
+            "off_grid": {},
+            "decays": {},
         }
 
     _, agreed = together(counted, "save of step 1", lambda: True, say, lambda: 0, partial(merge_said, "save"))

@@ -22,7 +22,7 @@ from cnr_store.format import layout, validate
 from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
 from cnr_store.format.entry_lists import pack_entries, unpack_entries
 from cnr_store.format.layout import ESCAPED_NAMES, FEATURES, FOLDS, FORMAT, VERSIONS
-from cnr_store.format.record import COUNTS, STILL, ArrayEntry, Record
+from cnr_store.format.record import COUNTS, ArrayEntry, Record
 from cnr_store.format.state import dumps, loads
 from cnr_store.format.stored_paths import check_stored
 from cnr_store.format.validate_policy import prove_policy
@@ -191,8 +191,7 @@ def _entry(doc: Doc, bounded: bool) -> ArrayEntry:
         raise ValueError(f"an array of kind {entry.kind:.60} with base {entry.base}, or without a codec")
     if entry.rows > entry.shape[0]:
         raise ValueError(f"{entry.rows} rows of an array of shape {entry.shape}")
-    is_typed = tuple(map(type, entry.move)) == (float, int)
-    if entry.move != STILL and not (is_typed and valid_move(*entry.move)):
+    if not valid_move(*entry.move):
         raise ValueError(f"its grid has moved to {str(entry.move)[:_SHOWN]}")
     if sum(entry.counts.values()) > entry.rows:
         raise ValueError(f"{entry.rows} rows, of which {entry.counts}")

@@ -170,7 +170,7 @@ class Loader:
         # The others are saved whole, whatever changes them.
         saves.audit.renew([array for array in trained.row_arrays() if array.path in lineage.lines])
         saves.planner.continue_from(lineage, since_whole)
-        saves.planner.adopt(restore.learned)
+        saves.planner.adopt(restore.learned, trained.row_arrays())
         rows = {name: salvaged_from(each) for name, each in agreed["salvaged"].items()}
         restored = replace(restored, salvaged=rows)
         if self.group.rank == 0:

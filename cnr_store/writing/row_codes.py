@@ -38,7 +38,6 @@ from cnr_codecs.comparing import (
 from cnr_codecs.lattice.segments import RowCounts
 from cnr_codecs.payload.coded import MAX_MANTISSA, Grid
 from cnr_store.format.record import STILL
-from cnr_store.writing.decay import Sample
 
 Mask = npt.NDArray[np.bool_]
 RowIds = npt.NDArray[np.int64]
@@ -170,7 +169,6 @@ class Known:
     digests: Digests | None  # (rows,); 0 where nothing is known
     codec: Mapping[str, Any]
     of_whole: bool = False  # of what is read: whether it is the whole version beneath deltas
-    sample: Sample | None = None  # of what is read on a floating grid: of the version itself
 
     def fits(self, version: str | None, first_row: int, shape: tuple[int, int]) -> bool:
         """Whether it is of such rows in that version."""
@@ -198,8 +196,6 @@ class Known:
         """
         end = begin + len(values)
         assert self.digests is not None
-        if self.sample is not None:
-            self.sample.read(values, begin, self.shape[0])
         if self.codes is None or self.grid is None:
             self.digests[begin:end] = self._digests(values, element)
         else:
@@ -265,6 +261,10 @@ class CodeCache:
             self._room -= nbytes if self._has_codes[path] else 0
         return self._has_codes[path]
 
+    def may_have_codes(self, path: str) -> bool:
+        """Whether the codes of an array are kept, as far as is decided."""
+        return self._has_codes.get(path, True)
+
     def to_learn(
         self,
         path: str,
@@ -281,13 +281,7 @@ class CodeCache:
             codes = _unknown(shape, code_dtype(grid))
         elif not is_compared:
             return None
-        sample = (
-            Sample.blank(shape[0], (grid.scale, grid.shift))
-            if grid is not None and grid.is_centered
-            else None
-        )
-        digests = np.zeros(shape[0], np.uint64)
-        return Known(None, grid, first_row, shape, codes, digests, codec, of_whole, sample)
+        return Known(None, grid, first_row, shape, codes, np.zeros(shape[0], np.uint64), codec, of_whole)
 
     @property
     def nbytes(self) -> tuple[int, int]:

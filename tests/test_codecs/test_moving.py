@@ -130,14 +130,9 @@ def test_merged_segments_decode_to_the_same_bits(data: st.DataObject, element: s
     moved = rebuilt(merge_segments(segments), rows, dim, element)
     assert decoded(moved, 1 - need)[0] == out.tobytes()
     np.testing.assert_array_equal(left, need)
-    # A lattice of another step is another way.
+    # A lattice on another grid is another way.
     kinds = [
-        (
-            each.scheme,
-            each.bits,
-            each.parameter_type,
-            each.scheme == Scheme.LATTICE and each.parameters.item(),
-        )
+        (each.scheme, each.bits, each.parameter_type, each.scheme == Scheme.LATTICE and each.grid)
         for each in moved.segments
     ]
     assert len(kinds) == len(set(kinds))

@@ -27,7 +27,7 @@ from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format.arrays import Doc, rows_document
 from cnr_store.format.grid import Grid, choose_grid
-from cnr_store.format.layout import MOVING, RELATIVE
+from cnr_store.format.layout import RELATIVE
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import STILL, ArrayEntry, Record
 
@@ -72,8 +72,7 @@ class FoldedArray:
             aliases=written.aliases,
             boundaries=written.boundaries,
             stored=written.stored,
-            features=frozenset().union(*(link.entry.payload_features for link in reader.links))
-            - {MOVING, RELATIVE},
+            features=frozenset().union(*(link.entry.payload_features for link in reader.links)) - {RELATIVE},
         )
         try:
             compressors = Compressors.of(config.get("then", []))

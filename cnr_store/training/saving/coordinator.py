@@ -36,6 +36,7 @@ from cnr_store.training.saving.agreement import (
     together,
 )
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
+from cnr_store.training.saving.decays import merge_told
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveQueue
@@ -203,6 +204,8 @@ class Coordinator:
             "unsafe": dict(ready.snapshot.unsafe),
             "moments": self._saves.planner.judge(ready.snapshot.arrays),
             "refits": self._saves.planner.refitted,
+            "off_grid": self._saves.planner.decays.off_grid,
+            "decays": self._saves.planner.decays.told,
             "dense_bytes": ready.snapshot.own_shared_bytes,
             "folded": None if folded is None else [folded.version, folded.bytes],
             "settings": {
@@ -260,7 +263,7 @@ class Coordinator:
         arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
         snapshot.arrays = dropping(arrays, agreed["moments"])
         snapshot.unsafe, snapshot.dense_bytes = dict(agreed["unsafe"]), agreed["dense_bytes"]
-        planner.refitted = agreed["refits"]
+        planner.refitted, planner.decays.agreed = agreed["refits"], agreed["decays"]
         if self._group.rank == 0:
             self._saves.tracker.warn(snapshot.unsafe)
         if self._trained.fused_position is not None:
@@ -288,7 +291,8 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "moved": any(doc["moved"] for doc in said),
         "unsafe": merge_reasons(said),
         "moments": merge_moments([doc["moments"] for doc in said]),
-        "refits": first["refits"],
+        "refits": first["refits"] | {path: why for doc in said for path, why in doc["off_grid"].items()},
+        "decays": merge_told([doc["decays"] for doc in said]),
         "dense_bytes": first["dense_bytes"],
         "settings": {name: each for doc in said for name, each in doc["settings"].items()},
     }

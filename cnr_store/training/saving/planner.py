@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from cnr_codecs import RowCodec
-from cnr_codecs.payload.coded import Grid
 from cnr_store.format.record import Record
 from cnr_store.policies.past import SINCE, DeltaBytes, Since
 from cnr_store.policies.policy import Decision, Offer, decide
@@ -71,7 +70,7 @@ class Planner:
         self._costs, self._tally = options.costs, tally
         self._code_cache, self._delta_bytes = CodeCache(free_bytes), DeltaBytes()
         self.comparison, self._moments = Comparison(), Moments(trained.slot_names)
-        self._decays = Decays(options.codecs, moves=tally.world == 1 and options.policy != "full")
+        self.decays = Decays(options.codecs)
         # What arrays are compared with: the last version, or their whole one, which later deltas depend on.
         self._parents: Since = "previous" if options.policy in ("consecutive", "auto") else "baseline"
         keeps: Keeps = (
@@ -114,8 +113,8 @@ class Planner:
 
         `since_whole`: by path of an array, packed: the rows that changed since its whole version was saved.
         """
-        for known in (self._code_cache, self._decays, self._copies.samples):
-            known.clear()
+        self._code_cache.clear()
+        self._copies.samples.clear()
         self._past = lineage, since_whole
 
     def foresee_commit(self, record: Record, taken: Taken) -> None:
@@ -133,7 +132,7 @@ class Planner:
             foreseen = self._past, record, self._following(self._past, record, taken)
         after = foreseen[2][0]
         self._code_cache.commit(record.id, after.grids_of(record, self._code_cache.written))
-        self._decays.commit()
+        self.decays.commit()
         self._delta_bytes.note(record.id, record.policy, record.shared_bytes)
         self._past = foreseen[2]
 
@@ -155,7 +154,9 @@ class Planner:
         """Begin a save: find `refitted`, and which values of first moments it is to be without: see `Moments.judge`."""
         lines, codecs = self.lineage.lines, self._codecs
         codecs.choose_step(self.lineage.spent, stored_steps(arrays, lines))
-        self.refitted = _refits(arrays, lines, codecs) | self._decays.off_grid(arrays, lines)
+        self.refitted = _refits(arrays, lines, codecs)
+        self.decays.judge(arrays, lines, self._code_cache.may_have_codes)
+        self.refitted |= self.decays.off_grid
         wanted = codecs.droppable(arrays)
         return self._moments.judge(arrays, wanted, self._codec_of) if wanted else {}
 
@@ -184,9 +185,9 @@ class Planner:
             own, changed = self._tally.own(array), np.zeros(bitmap_bytes(array.table.local_rows), np.uint8)
             if own.start < own.stop:
                 known = self._known(array, own)
+                known = known and self.decays.on_next(array.path, known, self.lineage.lines[array.path])
                 if known is None:
                     continue
-                known = self._decays.on_next(array, known, self.lineage.lines[array.path])
                 place(self.comparison.changed(array.narrowed(own), known), own.start, changed)
             found[array.path] = changed
         return found
@@ -208,7 +209,8 @@ class Planner:
         `configs`: the codecs of the links that are read, newest first.
         `names`: from `Tracker.to_compare`.
         """
-        config, grid = configs[0], _common_grid(configs)
+        config, grids = configs[0], [stored_grid(each) for each in configs]
+        grid = grids[0] if all(is_same_grid(each, grids[0]) for each in grids) else None
         is_in_columns = [part.columns for part in table.parts] != [table.dim]
         if self._policy == "full" or is_in_columns or config is None:
             return None
@@ -219,13 +221,13 @@ class Planner:
         own = (table.local_rows, columns), table.first_row, grid, config
         return self._code_cache.to_learn(path, *own, self._parents == "baseline", table.name in names)
 
-    def adopt(self, learned: Mapping[str, Known]) -> None:
-        """Take what a load noted of the version that the next one continues."""
+    def adopt(self, learned: Mapping[str, Known], arrays: Iterable[RowArray]) -> None:
+        """Take what a load noted of the version that the next one continues, and the arrays as it left them."""
         for path, known in learned.items():
             line = self.lineage.lines.get(path)
             if line is not None:
                 self._code_cache.adopt(path, known, line.base(self._parents))
-                self._decays.adopt(path, known)
+        self.decays.adopt(arrays, self.lineage.lines)
 
     def _known(self, array: RowArray, own: slice) -> Known | None:
         """What is known of an array's rows in the version that its next delta depends on; `own`: of those held."""
@@ -314,7 +316,7 @@ class Planner:
             reasons |= self._whole_reasons(snapshot)
         whole = {array.path for array in snapshot.arrays} if decision.full else reasons.keys()
         sets = self._sets(snapshot.taken, self._since_whole)
-        lines = self._decays.moved(snapshot, lineage.lines, whole)
+        lines = self.decays.moved(snapshot, lineage.lines, whole)
         rows = self._copies.rows(decision, snapshot, sets, lines, changed, whole, pending)
         policy = _policy_document(decision, snapshot, changed, reasons, self._codecs)
         live_bytes, live_threads = self._copies.staging.left_bytes, torch.get_num_threads()
@@ -360,12 +362,6 @@ def _refits(
     why = {path: line.fit.why_whole for path, line in lines.items() if line.fit.why_whole}
     due = [each for each in arrays if each.path in why and finds_step(codec_of(codecs, each))]
     return {each.path: why[each.path] for each in due}
-
-
-def _common_grid(configs: Sequence[Mapping[str, Any] | None]) -> Grid | None:
-    """The grid of the newest of these codecs, if all are on it, wherever it was; else None."""
-    grids = [stored_grid(each) for each in configs]
-    return grids[0] if all(is_same_grid(each, grids[0]) for each in grids) else None
 
 
 def _worth_whole(

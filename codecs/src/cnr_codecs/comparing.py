@@ -43,16 +43,15 @@ def compare_rows(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.N
         return _compare_wide(values, parent, grid, element)
     flat, codes = read_only(np.ascontiguousarray(values, np.float32)), read_only(parent)
     if grid.mantissa:
-        limits = floating_limits(grid, element)
-        flat = read_only(scaled(flat, grid))
-        compare_floats(flat, dim, MANTISSA_BITS - grid.mantissa, *limits, codes, unknown, found)
+        flat, limits = read_only(scaled(flat, grid)), floating_limits(grid, element)
+        compare_floats(flat, dim, MANTISSA_BITS - grid.mantissa, limits, codes, unknown, found)
     else:
         compare_steps(flat, dim, 1 / grid.step, codes, unknown, found)
     return found
 
 
 def _compare_wide(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.NDArray[np.uint8]:
-    held, raw = floating_codes(values, grid.mantissa, element)
+    held, raw = floating_codes(values, grid, element)
     found = np.full(len(values), OTHER, np.uint8)
     found[~raw] = np.where((held == parent[~raw]).all(axis=1), SAME, OTHER)
     found[parent[:, 0] == unknown_code(parent.dtype)] = UNKNOWN
@@ -83,7 +82,7 @@ def read_codes(values: Rows, grid: Grid, element: str, codes: Codes) -> npt.NDAr
 
 
 def _read_moved(values: Rows, grid: Grid, element: str, codes: Codes) -> npt.NDArray[np.bool_]:
-    held, lacking = floating_codes(values, grid.mantissa, element, grid.scale, grid.shift)
+    held, lacking = floating_codes(values, grid, element)
     found = np.flatnonzero(~lacking)
     codes[found] = held
     is_other = grid_values(held, grid, element).view(np.uint32) != values[found].view(np.uint32)
@@ -113,7 +112,7 @@ def stored_digests(values: Rows, grid: Grid, element: str, key: int) -> Digests:
     `values`, `grid`, `element`: as for `compare_rows`; `key`: as for `row_digests`.
     """
     if grid.mantissa:
-        codes, raw = floating_codes(values, grid.mantissa, element, grid.scale, grid.shift)
+        codes, raw = floating_codes(values, grid, element)
     else:
         codes, raw = lattice_codes(values, grid.step, element_named(element))
     digests = np.empty(len(values), np.uint64)

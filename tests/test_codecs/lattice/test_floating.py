@@ -22,7 +22,7 @@ from cnr_codecs import (
 )
 from cnr_codecs.elements import element_named
 from cnr_codecs.lattice.floating import floating_codes, write_without_small
-from cnr_codecs.payload.coded import code_range
+from cnr_codecs.payload.coded import Grid, code_range
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_of
@@ -90,7 +90,7 @@ def test_rows_equal_the_reference_and_are_within_their_share(
     assert np.isin(np.abs(found[small]), (0, LEAST_NORMAL)).all()
     unsigned = ~(exact < 0).any(axis=1)
     np.testing.assert_array_equal(found[unsigned] == 0, exact[unsigned] == 0)
-    again, none = floating_codes(out[held], mantissa, element)
+    again, none = floating_codes(out[held], Grid(mantissa=mantissa), element)
     assert not none.any()
     np.testing.assert_array_equal(again, codes[held])
 
@@ -105,7 +105,7 @@ def test_numbers_about_the_least_normal_one(mantissa: int, element: str) -> None
         numbers &= np.uint32(0xFFFF0000)
     values = numbers.view(np.float32).astype(cnr_codecs.array_dtype(element))[:, None]
     (found, raw), (codes, none) = (
-        floating_codes(values, mantissa, element),
+        floating_codes(values, Grid(mantissa=mantissa), element),
         codes_of(values, mantissa, element),
     )
     np.testing.assert_array_equal(raw, none)
@@ -130,7 +130,7 @@ def test_every_code_is_that_of_its_value(mantissa: int, element: str) -> None:
     codes = np.concatenate([[0], np.arange(least, most + 1), -np.arange(least, most + 1)])
     values = floating_values(codes, mantissa, element)
     assert np.isfinite(values).all()
-    found, raw = floating_codes(values[:, None], mantissa, element)
+    found, raw = floating_codes(values[:, None], Grid(mantissa=mantissa), element)
     assert not raw.any()
     np.testing.assert_array_equal(found[:, 0], codes)
     positive = values[: most - least + 2].astype(np.float64)
@@ -139,10 +139,14 @@ def test_every_code_is_that_of_its_value(mantissa: int, element: str) -> None:
 
 def test_ties_go_to_even_and_float64_is_rounded_once() -> None:
     values = np.array([[1 + 1 / 16, 1 + 3 / 16, 2 - 1 / 16]])
-    assert floating_values(floating_codes(values, 3, "float64")[0], 3, "float64").tolist() == [[1, 1.25, 2]]
+    assert floating_values(floating_codes(values, Grid(mantissa=3), "float64")[0], 3, "float64").tolist() == [
+        [1, 1.25, 2]
+    ]
     # As a float32 it would be 1 + 1/16, and then 1.
     values = np.array([[1 + 1 / 16 + 2.0**-40]])
-    assert floating_values(floating_codes(values, 3, "float64")[0], 3, "float64").tolist() == [[1.125]]
+    assert floating_values(floating_codes(values, Grid(mantissa=3), "float64")[0], 3, "float64").tolist() == [
+        [1.125]
+    ]
 
 
 @pytest.mark.parametrize(

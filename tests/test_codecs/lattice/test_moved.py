@@ -56,7 +56,7 @@ def test_every_code_is_that_of_its_value(mantissa: int) -> None:
             sizes = np.array([least, *range(grid.lowest + grid.raised, most + 1)])
             codes = np.concatenate([[0], sizes, -sizes[1:]])[:, None]
             values = moved_values(codes, mantissa, scale, shift)
-            found, raw = floating_codes(values, mantissa, "float32", scale, shift)
+            found, raw = floating_codes(values, Grid(0.0, mantissa, scale, shift), "float32")
             assert not raw.any()
             np.testing.assert_array_equal(found, codes)
             assert (np.diff(values[1 : len(sizes) + 1, 0].astype(np.float64)) > 0).all()
@@ -80,7 +80,7 @@ def test_rows_equal_the_reference(values: Rows, mantissa: int, move: tuple[float
     if move == (1.0, 0):
         return
     codes, raw = moved_codes(values, mantissa, *move)
-    found, none = floating_codes(values, mantissa, "float32", *move)
+    found, none = floating_codes(values, Grid(0.0, mantissa, *move), "float32")
     np.testing.assert_array_equal(none, raw)
     np.testing.assert_array_equal(found, codes[~raw])
     out = decode(encode(FloatingRows(mantissa, scale=move[0], shift=move[1]), values))
@@ -96,7 +96,7 @@ def test_rows_equal_the_reference(values: Rows, mantissa: int, move: tuple[float
     read = np.empty_like(parent)
     lacking = read_codes(out, grid, "float32", read)
     np.testing.assert_array_equal(
-        read[~lacking], floating_codes(out[~lacking], mantissa, "float32", *move)[0]
+        read[~lacking], floating_codes(out[~lacking], Grid(0.0, mantissa, *move), "float32")[0]
     )
     assert (read[lacking, 0] == unknown_code(read.dtype)).all()
     assert not lacking[~raw].any()
@@ -105,13 +105,13 @@ def test_rows_equal_the_reference(values: Rows, mantissa: int, move: tuple[float
 @pytest.mark.parametrize("mantissa", range(1, 8))
 def test_rows_that_decay_together_keep_their_codes(mantissa: int) -> None:
     values = np.random.default_rng(0).lognormal(-9, 2, (500, 3)).astype(np.float32)
-    first, _ = floating_codes(values, mantissa, "float32")
+    first, _ = floating_codes(values, Grid(mantissa=mantissa), "float32")
     total, now, others = 1.0, values.astype(np.float64), 0
     for factor in (0.999, 0.9, 0.5, 0.71, 1e-3):
         total, now = total / factor, now * factor
         shift = int(np.floor(np.log2(total)))
         scale = float(np.float32(total / 2.0**shift))
-        found, raw = floating_codes(now.astype(np.float32), mantissa, "float32", scale, shift)
+        found, raw = floating_codes(now.astype(np.float32), Grid(0.0, mantissa, scale, shift), "float32")
         assert not raw.any()
         others += int((found != first).sum())
     assert others <= 1
@@ -151,7 +151,7 @@ def test_a_chain_is_read_on_the_grid_of_its_newest_payload(scale: float, shift: 
     ]
     folded = parse(build_payload(300, 3, element_named("float32"), merge_segments(taken)))
     assert decode(folded).tobytes() == expected.tobytes()
-    again, _ = floating_codes(decode(folded), 3, "float32", scale, shift)
+    again, _ = floating_codes(decode(folded), Grid(0.0, 3, scale, shift), "float32")
     np.testing.assert_array_equal(again, codes)
 
 

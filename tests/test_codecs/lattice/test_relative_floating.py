@@ -61,7 +61,7 @@ class Sums:
         payload, codes, coded, _ = self.codec.encode_over(
             *(self.values[ids], ids, len(self.values), self.codes[ids], self.known[ids]), element=self.element
         )
-        held, raw = floating_codes(self.values[ids], self.codec.mantissa_bits, self.element)
+        held, raw = floating_codes(self.values[ids], self.codec.grid, self.element)
         np.testing.assert_array_equal(coded, ~raw)
         np.testing.assert_array_equal(codes[coded], held)
         self.codes[ids], self.known[ids] = codes, coded

@@ -48,22 +48,14 @@ def compare_steps(values: Any, dim: int, inverse: float, parent: Any, unknown: i
 
 @kernel
 def compare_floats(
-    values: Any,
-    dim: int,
-    shift: int,
-    least: int,
-    lowest: int,
-    most: int,
-    raised: int,
-    parent: Any,
-    unknown: int,
-    found: Any,
+    values: Any, dim: int, shift: int, limits: Any, parent: Any, unknown: int, found: Any
 ) -> None:
     """Write to `found` (uint8) whether `kernels.lattice.quantize_floating` gives rows the codes `parent`.
 
     `values` is flat float32, `parent` flat int16. A row whose first code is `unknown` has none.
     """
     width, below, zero, one = np.uintp(dim), np.uint32(shift), np.uint32(0), np.uint32(1)
+    least, lowest, most, raised = limits
     half, low, top = np.uint32((1 << (shift - 1)) - 1), np.uint32(lowest), np.uint32(most)
     more = np.uint32(raised)
     for i in range(found.size):

@@ -71,29 +71,20 @@ def count_magnitudes(values: Any, drop: int, counts: Any) -> None:
 
 @kernel
 def place_rows(
-    codes: Any,
-    dim: int,
-    step: Any,
-    shift: int,
-    scale: Any,
-    raised: int,
-    lowest: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
+    codes: Any, dim: int, grid: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int
 ) -> int:
     """Write the wanted ones of `rows` (uint32) to `flat` (float32), clear their marks, and return their number.
 
     Row i of `rows` has the codes from i * `dim` on, and is row `rows[i] - first_row` of the output, which `need`
     (uint8) marks if it is wanted, and which begins at that many times `stride`. Others lie outside of it.
 
-    A value is its code times `step`. If that is 0, its bits are the code's magnitude, shifted by `shift` bits, and
-    sign; negative codes that are exact, which are int32, have magnitudes from 0 on. If `scale` is not 1 or `raised` not
-    0, magnitudes are first lessened by `raised`, and what their bits stand for is divided by `scale`; a magnitude below
-    `lowest` that was not 0 stands for the least normal number.
+    `grid`: step, shift, scale, what codes are raised by, the lowest magnitude. A value is its code times the step. If
+    that is 0, its bits are the code's magnitude, shifted by so many bits, and sign; negative codes that are exact,
+    which are int32, have magnitudes from 0 on. If the scale is not 1, or codes are raised, magnitudes are first
+    lessened by as much, and what their bits stand for is divided by the scale; one below the lowest that was not 0
+    stands for the least normal number.
     """
+    step, shift, scale, raised, lowest = grid
     is_still = scale == 1 and raised == 0
     written, width, narrow = 0, np.uintp(dim), np.int64(codes.itemsize == 2)  # a constant of the compiler's
     for i in range(rows.size):
@@ -126,17 +117,7 @@ def place_rows(
 
 @kernel
 def quantize_floating(
-    bits: Any,
-    dim: int,
-    sign: int,
-    shift: int,
-    bias: int,
-    least: int,
-    lowest: int,
-    most: int,
-    raised: int,
-    codes: Any,
-    raw: Any,
+    bits: Any, dim: int, sign: int, shift: int, bias: int, limits: Any, codes: Any, raw: Any
 ) -> Any:
     """Write the codes of rows to `codes` (int16), one row after the other, and return how many rows have any.
 
@@ -144,7 +125,10 @@ def quantize_floating(
     bits, to which these are rounded half even, less `bias`; `raised` is added to those other than 0. A row with a
     magnitude that was neither that of 0 nor from `lowest` to `most` is marked in `raw` (uint8), and its codes are
     overwritten. But where there is no `bias`, smaller ones become `least`, or 0 in rows with negative values.
+
+    `limits`: `least`, `lowest`, `most` and `raised`.
     """
+    least, lowest, most, raised = limits
     width, held = np.uintp(dim), np.int64(0)
     below, top = np.uint64(shift), np.uint64(sign)
     mask, half = (_1 << top) - _1, (_1 << (below - _1)) - _1

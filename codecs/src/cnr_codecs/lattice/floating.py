@@ -81,15 +81,10 @@ class FloatingRows:
                 f"mantissa_bits must be an integer from 1 to {MAX_MANTISSA}, or {MANTISSA_BITS}, got "
                 f"{self.mantissa_bits!r}"
             )
-        moved = self.scale, self.shift
-        if type(self.scale) is not float or type(self.shift) is not int or not valid_move(*moved):
+        if not valid_move(self.scale, self.shift) or (self.grid.is_moved and not self.grid.is_centered):
             raise CodecConfigError(
-                f"scale and shift must be a float32 from 1 to below 2, and an integer from 0 to {MAX_SHIFT}, got "
-                f"{moved!r}"
-            )
-        if self.grid.is_moved and not self.grid.is_centered:
-            raise CodecConfigError(
-                f"a floating grid of {self.mantissa_bits} bits does not move, got {moved!r}"
+                f"scale and shift must be a float32 from 1 to below 2, and an integer from 0 to {MAX_SHIFT}, with "
+                f"{MANTISSA_BITS} bits 1.0 and 0; got {(self.scale, self.shift)!r}"
             )
 
     @property
@@ -150,7 +145,7 @@ class FloatingRows:
         _, values, offsets = check_rows(values, offsets, rows, kind.name)
         if self.grid.is_moved and kind.name != "float32":
             raise RowsError(f"{kind.name} rows have no codes on a grid that has moved; only float32 rows do")
-        held, raw = quantized or floating_codes(values, self.mantissa_bits, kind.name, self.scale, self.shift)
+        held, raw = quantized or floating_codes(values, self.grid, kind.name)
         near, grid = known & ~raw, self.grid
         if grid.is_centered and near.any() and parent.shape == values.shape:
             near[near] = _are_near(held[near[~raw]], parent[near])
@@ -177,20 +172,16 @@ def write_without_small(
         out[found.view(np.uint32) == 0] = 0
 
 
-def floating_codes(
-    values: Rows, mantissa: int, element: str, scale: float = 1.0, shift: int = 0
-) -> tuple[Codes, npt.NDArray[np.bool_]]:
+def floating_codes(values: Rows, grid: Grid, element: str) -> tuple[Codes, npt.NDArray[np.bool_]]:
     """Return the codes (m, dim) of the rows that have any, and which rows, bool (n,), have none.
 
     `payload.coded.grid_values` is the inverse.
 
     `values`: (n, dim) of the array dtype of the element type.
-    `scale`, `shift`: where a grid of float32 has moved to.
     """
-    count, dim = values.shape
-    if mantissa == MANTISSA_BITS:
+    (count, dim), mantissa = values.shape, grid.mantissa
+    if grid.is_exact:
         return _exact_codes(values, element)
-    grid = Grid(0.0, mantissa, scale, shift)
     if values.dtype == np.float64:
         kinds = 63, _MANTISSA_BITS_64 - mantissa, _BIAS_64 << mantissa
         bits = np.ascontiguousarray(values).view(np.uint64)
@@ -200,7 +191,7 @@ def floating_codes(
             bits = scaled(np.ascontiguousarray(values, np.float32), grid).view(np.uint32)
     codes, raw = np.empty((count, dim), np.int16), np.empty(count, np.uint8)
     limits = floating_limits(grid, element)
-    held = quantize_floating(read_only(bits), dim, *kinds, *limits, codes.reshape(-1), raw)
+    held = quantize_floating(read_only(bits), dim, *kinds, limits, codes.reshape(-1), raw)
     return codes[:held], raw.view(np.bool_)
 
 

@@ -109,12 +109,10 @@ class Grid(NamedTuple):
         return self._replace(scale=scale, shift=shift) if self.is_centered else self
 
     def __str__(self) -> str:
+        if not self.mantissa:
+            return f"the step {self.step!r}"
         moved = f" at {self.scale!r} * 2**{self.shift}" if self.is_moved else ""
-        return (
-            f"the floating grid of {self.mantissa} bits{moved}"
-            if self.mantissa
-            else f"the step {self.step!r}"
-        )
+        return f"the floating grid of {self.mantissa} bits{moved}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,9 +321,10 @@ def code_range(mantissa: int, element: str = "float32") -> tuple[int, int]:
     return _LEAST_EXPONENT << mantissa, (end << mantissa) - 1
 
 
-def valid_move(scale: float, shift: int) -> bool:
+def valid_move(scale: Any, shift: Any) -> bool:
     """Whether a floating grid may have moved there."""
-    return 1 <= scale < 2 and float(np.float32(scale)) == scale and 0 <= shift <= MAX_SHIFT
+    is_typed = type(scale) is float and type(shift) is int
+    return is_typed and 1 <= scale < 2 and float(np.float32(scale)) == scale and 0 <= shift <= MAX_SHIFT
 
 
 @lru_cache(maxsize=1024)

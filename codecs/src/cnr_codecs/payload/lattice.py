@@ -101,9 +101,9 @@ def _place(payload: Payload, segment: Segment, codes: Codes, rows: RowNumbers, t
     grid, place = segment.grid, (rows, target.first_row, target.need)
     # Codes of up to 7 bits are exact in bfloat16 as well.
     if payload.element == "float32" or (payload.element == "bfloat16" and grid.is_centered):
-        kinds = payload.dim, np.float32(grid.step), MANTISSA_BITS - grid.mantissa
-        moved = np.float32(grid.scale), grid.raised, grid.lowest
-        return int(place_rows(codes, *kinds, *moved, *place, target.flat, target.stride))
+        step, scale = np.float32(grid.step), np.float32(grid.scale)
+        kind = step, MANTISSA_BITS - grid.mantissa, scale, grid.raised, grid.lowest
+        return int(place_rows(codes, payload.dim, kind, *place, target.flat, target.stride))
     places = rows.astype(np.int64) - target.first_row
     chosen = np.flatnonzero((places >= 0) & (places < len(target.need)))
     chosen = chosen[target.need[places[chosen]] != 0]

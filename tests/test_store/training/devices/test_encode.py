@@ -23,6 +23,7 @@ from cnr_codecs import (
 )
 from cnr_codecs.lattice import steps
 from cnr_codecs.lattice.floating import floating_codes
+from cnr_codecs.payload.coded import Grid
 from cnr_codecs.protocol import Rows, encode_chunks
 from cnr_codecs.uniform.quantized import QuantizedRows
 from cnr_codecs.uniform.uniform import SchemeName
@@ -141,7 +142,7 @@ def test_numbers_where_codes_change(mantissa: int, element: str) -> None:
         rows = torch.from_numpy(edges_of(mantissa)).to(DTYPES[element]).to(DEVICE)
     raw, codes = arithmetic.quantize(FloatingRows(mantissa), rows)
     values = on_host(rows)
-    wanted, none = floating_codes(values, mantissa, element)
+    wanted, none = floating_codes(values, Grid(mantissa=mantissa), element)
     np.testing.assert_array_equal(raw.cpu().numpy().view(np.bool_), none)
     np.testing.assert_array_equal(codes.cpu().numpy()[~none], wanted)
 
@@ -226,7 +227,7 @@ def relative_rows(
         codec = LatticeRows(step=lattice_step(2.0**scale), relative=True)
         return codec, random.integers(-9, 9, shape, np.int8)
     values = on_host(table)
-    held, raw = floating_codes(values, mantissa, element)
+    held, raw = floating_codes(values, Grid(mantissa=mantissa), element)
     parent = np.full(shape, 127 << mantissa, np.int16)
     parent[~raw] = held
     is_near = random.random(len(parent)) < 0.7

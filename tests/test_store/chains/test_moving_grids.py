@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam
+from torch.optim import Adam, SparseAdam
 
 import cnr_store
 from cnr_backends import open_backend
+from cnr_backends.testing.faulty import FaultyBackend
 from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format import layout, record_document
 from cnr_store.format.record_document import NO_DIGEST, with_digest
-from cnr_store.writing import decay
+from cnr_store.training.saving import decays
+from tests.nightly import at_night
 from tests.test_docs import block
 from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.training.saving.test_compared import stored
@@ -35,9 +38,17 @@ Values = np.ndarray[Any, Any]
 class Job:
     """A table under Adam, of which each interval looks up a few rows, and what each version is to give back."""
 
-    def __init__(self, url: Path, policy: Any = "consecutive", **options: Any) -> None:
+    def __init__(
+        self,
+        url: Path,
+        policy: Any = "consecutive",
+        betas: Any = (0.9, 0.999),
+        is_sparse: bool = False,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.url, self.random = url, np.random.default_rng(0)
+        self.storage: Any = str(url)
         self.options = {
             "policy": policy,
             "codec": {"*": RELATIVE},
@@ -45,25 +56,26 @@ class Job:
             "state_bits": "m3",
             **options,
         }
-        self.model = nn.ModuleDict({"users": nn.Embedding(ROWS, DIM)})
-        self.optimizer = Adam(self.model.parameters(), lr=0.01)
+        self.model = nn.ModuleDict({"users": nn.Embedding(ROWS, DIM, sparse=is_sparse)})
+        kind: Any = SparseAdam if is_sparse else Adam
+        self.optimizer: Any = kind(self.model.parameters(), lr=0.01, betas=betas)
         self.expected: dict[str, dict[str, Values]] = {}
         self.train(np.arange(0, ROWS, 2))
 
-    def train(self, ids: Any = None, steps: int = 3) -> None:
+    def train(self, ids: Any = None, steps: int = 3, scale: float = 1.0) -> None:
         users: Any = self.model["users"]
         for _ in range(steps):
             chosen = self.random.integers(ROWS, size=40) if ids is None else ids
             self.optimizer.zero_grad()
             rows = users(torch.from_numpy(chosen))
-            (rows * torch.from_numpy(self.random.normal(size=rows.shape)).float()).sum().backward()
+            (rows * torch.from_numpy(self.random.normal(0, scale, rows.shape)).float()).sum().backward()
             self.optimizer.step()
 
     def checkpointer(self) -> Checkpointer:
-        return Checkpointer(str(self.url), self.model, self.optimizer, audit=False, **self.options)
+        return Checkpointer(self.storage, self.model, self.optimizer, audit=False, **self.options)
 
-    def save(self, checkpointer: Checkpointer, step: int) -> str:
-        version = checkpointer.save(step).result().id
+    def save(self, checkpointer: Checkpointer, step: int, full: bool = False) -> str:
+        version = checkpointer.save(step, full=full).result().id
         state = self.optimizer.state[self.model.get_parameter("users.weight")]
         entries = entries_of(self.url, version)
         self.expected[version] = {
@@ -103,7 +115,7 @@ def moved(tmp_path: Path) -> Job:
     return job
 
 
-@pytest.mark.parametrize("policy", ["consecutive", "intermittent", "one-shot", "auto"])
+@pytest.mark.parametrize("policy", ["consecutive", *map(at_night, ("intermittent", "one-shot", "auto"))])
 def test_rows_that_only_decay_are_not_written_and_have_their_values(tmp_path: Path, policy: str) -> None:
     job = Job(tmp_path, policy)
     versions = job.run()
@@ -148,7 +160,25 @@ def test_all_rows_changed_where_the_grid_moved(moved: Job) -> None:
     assert {each.status for each in cnr_store.diff(str(moved.url), second, second)} == {"equal"}
 
 
-@pytest.mark.parametrize("policy", ["consecutive", "intermittent"])
+def test_no_row_changed_between_branches_that_moved_alike(tmp_path: Path) -> None:
+    """Their versions in between have moved less. A factor of a power of two is found without an error."""
+    betas = 0.5, 0.75
+    first = Job(tmp_path, betas=betas).run(1)[0]
+    ends = []
+    for _ in range(2):
+        job = Job(tmp_path, betas=betas)
+        with job.checkpointer() as checkpointer:
+            checkpointer.load(first)
+            for step in (7, 8):
+                job.train()
+                job.save(checkpointer, step)
+        ends.append([*job.expected][-1])
+    assert moves(tmp_path, ends[0])[0] == moves(tmp_path, ends[1])[0] == (1.0, 6)
+    found = {each.path: each.rows_changed for each in cnr_store.diff(str(tmp_path), *ends)}
+    assert found.get(FIRST, 0) == 0
+
+
+@pytest.mark.parametrize("policy", [at_night("consecutive"), "intermittent"])
 def test_a_load_goes_on_where_the_grid_has_moved_to(tmp_path: Path, policy: str) -> None:
     job = Job(tmp_path, policy)
     version = job.run()[-1]
@@ -167,15 +197,22 @@ def test_a_load_goes_on_where_the_grid_has_moved_to(tmp_path: Path, policy: str)
 
 
 def test_whole_versions_begin_anew_and_failed_saves_are_made_up_for(tmp_path: Path) -> None:
-    job = Job(tmp_path)
+    """What a failed save saw, which would have begun anew, tells the next one nothing."""
+    job, fails = Job(tmp_path), False
+    job.storage = FaultyBackend(open_backend(str(tmp_path)), lambda *_: "full" if fails else None)
     with job.checkpointer() as checkpointer:
-        for step, full in enumerate((False, False, True, False)):
+        for step, full in enumerate((False, True, False, True)):
             job.train()
-            checkpointer.save(step, full=full).result()
-    versions = [each.id for each in cnr_store.versions(str(tmp_path))]
-    found = [moves(tmp_path, version)[0] for version in sorted(versions)]
-    assert found[0] == found[2] == (1.0, 0)
-    assert found[1] == found[3] != (1.0, 0)
+            fails = step == 1
+            with pytest.raises(SaveError) if fails else nullcontext():
+                job.save(checkpointer, step, full)
+    assert len(job.expected) == 3
+    first, second, third = job.expected
+    assert moves(tmp_path, first) == moves(tmp_path, third) == [(1.0, 0), (1.0, 0)]
+    for path, factor in ((FIRST, 0.9**6), (SECOND, 0.999**6)):
+        entry = entries_of(tmp_path, second)[path]
+        assert total(entry.move) == pytest.approx(1 / factor, rel=1e-5)
+        assert entry.rows <= 260
 
 
 @pytest.mark.parametrize("state_bits", [32, 8, "m23"])
@@ -205,9 +242,23 @@ def test_state_of_other_bits_keeps_the_grid(tmp_path: Path) -> None:
         np.testing.assert_array_equal(held(tmp_path, version, path), expected)
 
 
+def test_rows_that_hooks_tell_keep_their_grid(tmp_path: Path) -> None:
+    """Most of them decay by one factor, but nothing tells that those without a flag do."""
+    Job(tmp_path, is_sparse=True).run(1)
+    job = Job(tmp_path, is_sparse=True)
+    with job.checkpointer() as checkpointer:
+        checkpointer.load()
+        job.train(np.arange(ROWS - 100), steps=1, scale=0.0)
+        version = job.save(checkpointer, 9)
+    assert entries_of(tmp_path, version)[FIRST].kind == "delta"
+    assert moves(tmp_path, version) == [(1.0, 0), (1.0, 0)]
+    for path, expected in job.expected[version].items():
+        np.testing.assert_array_equal(held(tmp_path, version, path), expected)
+
+
 def test_integers_that_have_no_room_are_whole_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = (1 << 15 >> 3) - decay._SPARE_OCTAVES  # of codes of 3 bits
-    monkeypatch.setattr(decay, "_SPARE_OCTAVES", decay._SPARE_OCTAVES + most - 2)
+    most = (1 << 15 >> 3) - decays._SPARE_OCTAVES  # of codes of 3 bits
+    monkeypatch.setattr(decays, "_SPARE_OCTAVES", decays._SPARE_OCTAVES + most - 2)
     job = Job(tmp_path)
     versions = job.run(9)
     shifts = [moves(tmp_path, version)[0][1] for version in versions]
