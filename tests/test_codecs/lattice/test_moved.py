@@ -30,7 +30,7 @@ from cnr_codecs.elements import element_named
 from cnr_codecs.lattice.floating import floating_codes
 from cnr_codecs.payload.coded import Grid
 from cnr_codecs.protocol import Rows
-from tests.nightly import histories
+from tests.nightly import at_night, histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode
 from tests.test_codecs.lattice.test_relative import compose
 from tests.test_codecs.payload_bytes import header, layout_of, segment
@@ -42,7 +42,7 @@ SCALES = [1.0, ABOVE_1, float(np.float32(4 / 3)), 1.5, float(np.float32(1.9)), B
 LEAST_NORMAL = np.float32(2.0**-126)
 
 
-@pytest.mark.parametrize("mantissa", range(1, 8))
+@pytest.mark.parametrize("mantissa", [each if each in (1, 3) else at_night(each) for each in range(1, 8)])
 def test_every_code_is_that_of_its_value(mantissa: int) -> None:
     random = [float(np.float32(each)) for each in np.random.default_rng(mantissa).uniform(1, 2, 4)]
     # Just about where a value is rounded to the least normal number.
@@ -217,7 +217,7 @@ def test_another_scale_or_shift_is_damage(at: int, new: bytes) -> None:
         ({"shift": -1}, "scale and shift must be"),
         ({"shift": 1.0}, "scale and shift must be"),
         ({"shift": 1 << 14}, "scale and shift must be"),
-        ({"mantissa_bits": 23, "scale": 1.5}, "a floating grid of 23 bits does not move"),
+        ({"mantissa_bits": 23, "scale": 1.5}, "with 23 bits 1.0 and 0"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:

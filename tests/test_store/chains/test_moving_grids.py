@@ -4,7 +4,9 @@ values that the version's grid gives them.
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -108,10 +110,18 @@ def total(move: tuple[float, int]) -> float:
     return move[0] * 2.0 ** move[1]
 
 
-@pytest.fixture
-def moved(tmp_path: Path) -> Job:
-    job = Job(tmp_path)
+@pytest.fixture(scope="module")
+def first_moved(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    job = Job(tmp_path_factory.mktemp("moved"))
     job.run()
+    return job
+
+
+@pytest.fixture
+def moved(first_moved: Job, tmp_path: Path) -> Job:
+    """A job of 4 versions, each test's own copy."""
+    job = copy.copy(first_moved)
+    job.url = Path(shutil.copytree(first_moved.url, tmp_path / "store"))
     return job
 
 
@@ -215,31 +225,29 @@ def test_whole_versions_begin_anew_and_failed_saves_are_made_up_for(tmp_path: Pa
         assert entry.rows <= 260
 
 
-@pytest.mark.parametrize("state_bits", [32, 8, "m23"])
-def test_state_that_leaves_its_grid_is_whole(tmp_path: Path, state_bits: Any) -> None:
+@pytest.mark.parametrize("state_bits", [at_night(32), at_night(8), "m23"])
+def test_state_that_leaves_its_grid_is_whole(moved: Job, state_bits: Any) -> None:
     """A reader could not mix its rows with those beneath."""
-    Job(tmp_path).run()
-    job = Job(tmp_path, state_bits=state_bits)
+    job = Job(moved.url, state_bits=state_bits)
     with job.checkpointer() as checkpointer:
         checkpointer.load()
         job.train()
         version = checkpointer.save(9).result().id
-    entries = entries_of(tmp_path, version)
+    entries = entries_of(moved.url, version)
     assert [entries[path].kind for path in (FIRST, SECOND)] == ["whole", "whole"]
     assert entries["tables/users/weight"].kind == "delta"
-    assert moves(tmp_path, version) == [(1.0, 0), (1.0, 0)]
+    assert moves(moved.url, version) == [(1.0, 0), (1.0, 0)]
 
 
-def test_state_of_other_bits_keeps_the_grid(tmp_path: Path) -> None:
+def test_state_of_other_bits_keeps_the_grid(moved: Job) -> None:
     """Or it is whole: no value may change that is not written."""
-    Job(tmp_path).run()
-    job = Job(tmp_path, state_bits="m2")
+    job = Job(moved.url, state_bits="m2")
     with job.checkpointer() as checkpointer:
         checkpointer.load()
         job.train()
         version = job.save(checkpointer, 9)
     for path, expected in job.expected[version].items():
-        np.testing.assert_array_equal(held(tmp_path, version, path), expected)
+        np.testing.assert_array_equal(held(moved.url, version, path), expected)
 
 
 def test_rows_that_hooks_tell_keep_their_grid(tmp_path: Path) -> None:
