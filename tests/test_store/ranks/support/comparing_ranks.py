@@ -92,6 +92,8 @@ def held(job: Job) -> Held:
 def know_unlike(url: str, form: str, policy: Any, poor: Collection[int]) -> list[tuple[str, Held]]:
     """Save a few versions, also after a load; some ranks have no memory for codes, and keep digests.
 
+    What changes rows, also a collective, is seen by nobody.
+
     Returns each version, and what the model held.
     """
     cut_small()
@@ -104,7 +106,12 @@ def know_unlike(url: str, form: str, policy: Any, poor: Collection[int]) -> list
             if step == 3:
                 checkpointer.load()
             job.train(random)
-            job.weight.data[random.integers(ROWS, size=80)] += 0.5  # of each rank
+            if step == 4:
+                part = job.weight.data[100:170]
+                part *= (dist.get_rank() + 2) / 6
+                dist.all_reduce(part)
+            else:
+                job.weight.data[random.integers(ROWS, size=80)] += 0.5
             found.append((checkpointer.save(step).result().id, held(job)))
     return found
 
