@@ -99,6 +99,7 @@ def test_digests_tell_rows_apart(dim: int) -> None:
         assert len(np.unique(row_digests(alone, key))) == len(alone)
 
 
+@pytest.mark.slow
 def test_digests_of_any_type_are_of_the_bits() -> None:
     rows = np.array([[0.0, 1.0, 2.0], [-0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
     for dtype in (np.float64, np.float32, np.float16):

@@ -263,6 +263,7 @@ class Figures(Logger):
             self.found[step] = dict(metrics)
 
 
+@pytest.mark.slow
 def test_loggers_get_the_figures_of_saves(tmp_path: Path) -> None:
     url, logger = str(tmp_path / "store"), Figures()
     fit(tmp_path, CnrCheckpoint(url, 3), max_epochs=1, logger=logger, log_every_n_steps=1)

@@ -65,6 +65,7 @@ def test_a_version_that_is_not_there_has_no_state(url: str, tmp_path: Path) -> N
         cnr_store.state_of(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_the_state_needs_no_torch(url: str) -> None:
     program = (
         "import sys; sys.modules['torch'] = None; import cnr_store; "

@@ -116,6 +116,7 @@ def _bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.ascontiguousarray(values).view(f"u{values.itemsize}")
 
 
+@pytest.mark.slow
 def test_segments_that_the_host_has_to_decode() -> None:
     """Coded integers, codebooks, and codes of element types that no device quantizes: then nothing is written."""
     values = np.eye(4, 8, dtype="f4")

@@ -149,6 +149,7 @@ def test_what_is_spent_is_that_of_the_lineage(operations: list[Any], policy: str
         run.end()
 
 
+@pytest.mark.slow
 def test_restores_one_after_the_other_never_spend_it_all() -> None:
     random = np.random.default_rng(0)
     with memory_url() as url:

@@ -128,6 +128,7 @@ def assert_holds(
         np.testing.assert_array_equal(rows, expected[path], path)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(8)
 @pytest.mark.parametrize("policy", ["intermittent", "one-shot", "consecutive", "auto"])
 @pytest.mark.parametrize("form", FORMS)

@@ -37,6 +37,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(planner, "free_bytes", lambda: nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(4)
 @pytest.mark.parametrize("policy", ["intermittent", "consecutive", "auto"])
 @pytest.mark.parametrize("form", GRIDDED)

@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("policy", ["intermittent", "consecutive"])
 @pytest.mark.parametrize(("seed", "name"), CASES)
@@ -118,6 +119,7 @@ def test_lossless_programs_end_as_without_a_kill(tmp_path: Path, seed: int, name
         np.testing.assert_array_equal(found[path], values, path)
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(3)
 @pytest.mark.parametrize("policy", ["intermittent", "consecutive"])
 @pytest.mark.parametrize(("seed", "name"), CASES)

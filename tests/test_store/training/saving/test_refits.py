@@ -108,6 +108,7 @@ def test_a_table_that_grows_or_shrinks_gets_a_step(
     assert 1 / 3 < entry(tmp_path, 7).codec["step"] / (0.1 * scale) < 3
 
 
+@pytest.mark.slow
 def test_rows_that_no_step_can_take_make_one_version_whole(tmp_path: Path) -> None:
     """Two per cent of NaN and 1e30 for ever: also where the job goes on from a load."""
 

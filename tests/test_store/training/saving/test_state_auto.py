@@ -152,6 +152,7 @@ def codec_of(url: Path, version: str, slot: str, table: str = "a") -> Any:
     return Catalog(open_backend(url)).record(version).arrays[f"tables/{table}/{slot}"].codec
 
 
+@pytest.mark.slow
 @pytest.mark.some_by_day(5)
 @pytest.mark.parametrize("policy", ["intermittent", "consecutive", "one-shot"])
 @pytest.mark.parametrize("name", MAKERS)
@@ -212,6 +213,7 @@ def check_history(
     assert not cnr_store.verify(str(url), deep=True).problems
 
 
+@pytest.mark.slow
 def test_cold_rows_have_no_moments_and_deltas_are_small(tmp_path: Path) -> None:
     """Under m3 moments of more rows are there, all of which decay."""
     rows = {}
