@@ -282,6 +282,10 @@ def test_options_that_name_tables_or_state_overrule_it(tmp_path: Path) -> None:
             "expected",
         ),
         ({"budget": -1}, "budget=-1; give a number of at least 0 and at most 100"),
+        *(
+            ({"budget": each}, f"budget={each}; give a number")
+            for each in (float("nan"), float("inf"), 100.5)
+        ),
         ({"budget": True}, "budget=True; give a number"),
         ({"codec": {"id": "auto", "fast_restore": False}}, "codec"),
     ],
