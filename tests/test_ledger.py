@@ -66,8 +66,8 @@ def test_cold_start_has_its_aims_in_the_ledger(tmp_path: Path) -> None:
 def test_a_budget_is_kept_within_its_aim_or_the_noise(lost: list[float], figure: float) -> None:
     def line(seed: int, percent: float) -> dict[str, object]:
         lines = [
-            {"setting": budget.BUDGET, "restores": 5, "lost_percent": percent},
-            {"setting": budget.LOSSLESS, "restores": 20, "lost_percent": 0.0},
+            {"setting": budget.BUDGET, "restores": 5, "cost_factor": 0.2, "lost_percent": percent},
+            {"setting": budget.LOSSLESS, "restores": 20, "cost_factor": 0.2, "lost_percent": 0.0},
         ]
         return {"part": "budget", "where": "here", "seed": seed, "lines": lines}
 

@@ -16,6 +16,7 @@ from benchmarks.relative_bench.stores import Workload
 from benchmarks.relative_bench.trace import DenseMovieLens, Size, Training
 from benchmarks.volumes_bench.ledger import Ledger
 from benchmarks.volumes_bench.workloads import MovieLens
+from cnr_store.policies.budget import COST_FACTOR
 
 RESTORES = (0, 1, 5, 11, 20)
 INTERVALS = 21
@@ -59,6 +60,7 @@ def lost(make: Callable[[], Job], counts: Sequence[int]) -> Iterator[dict[str, A
             yield {
                 "setting": name,
                 "restores": restores,
+                "cost_factor": COST_FACTOR,
                 "lost_percent": 100 * (found / training.losses - 1),
                 "spent_percent": spent,
             }

@@ -80,21 +80,24 @@ def _movielens(where: str, lines: Sequence[Line]) -> Iterator[Target]:
 
 
 def _budget(where: str, lines: Sequence[Line]) -> Iterator[Target]:
-    """Of each number of restores: the mean of what is lost; 0 if the aim is in the noise.
+    """Of each number of restores and factor of costs: the mean of what is lost; 0 if the aim is in the noise.
 
     That is: if the mean misses it, but its interval of 90 % has what lossless runs lose.
     """
-    found: dict[tuple[str, int], list[float]] = {}
+    found: dict[tuple[str, int, float], list[float]] = {}
     for each in (each for line in lines for each in line["lines"]):
-        found.setdefault((each["setting"], each["restores"]), []).append(each["lost_percent"])
-    most, exact = max((restores, lost) for (setting, restores), lost in found.items() if setting == LOSSLESS)
+        key = each["setting"], each["restores"], each["cost_factor"]
+        found.setdefault(key, []).append(each["lost_percent"])
+    most, exact = max(
+        (restores, lost) for (setting, restores, _), lost in found.items() if setting == LOSSLESS
+    )
     lossless = float(np.mean(exact))
-    for (setting, restores), lost in found.items():
+    for (setting, restores, factor), lost in found.items():
         if setting == LOSSLESS:
             continue
         mean, low, high = _interval(lost)
         said = f"{where}; {len(lost)} seeds, mean {mean:.4f}, with 90 % {low:.4f} to {high:.4f}"
-        said += f"; lossless, {most} restores: {lossless:.4f}"
+        said += f"; factor {factor:g}; lossless, {most} restores: {lossless:.4f}"
         name = f"relative: log loss lost in %, {setting}, {restores} restores"
         is_noise = low <= lossless <= high < math.inf
         yield Target(name, 0.01, 0.0 if mean > 0.01 and is_noise else mean, said, at_most=True)
