@@ -62,7 +62,7 @@ class Training:
         self.table = nn.Embedding(_ROWS, _DIM, sparse=True)
         self.optimizer = torch.optim.SGD(self.table.parameters(), lr=0.1)
         self.checkpointer = cnr_store.Checkpointer(
-            folder, self.table, self.optimizer, policy="consecutive", rng=False
+            folder, self.table, self.optimizer, policy="consecutive", job=cnr_store.Job(rng=False)
         )
         self.seconds: list[float] = []
         self.ids: list[str] = []

@@ -37,6 +37,7 @@ from cnr_store.maintenance.folding.compact import CompactReport, compact
 from cnr_store.maintenance.repairing.repair import RepairReport, repair
 from cnr_store.maintenance.verification.report import Finding, Leftovers, VerifyReport
 from cnr_store.maintenance.verification.verify import verify
+from cnr_store.options import Failures, Job, Limits, Retention, Tracking
 from cnr_store.policies.simulation import SimulatedSave, Trace, simulate
 from cnr_store.policies.widths import ExpectedRestores
 from cnr_store.reading.blocks import ArrayInfo, Block
@@ -89,6 +90,11 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Checkpointer",
+    "Retention",
+    "Failures",
+    "Limits",
+    "Tracking",
+    "Job",
     "save",
     "load",
     "Restored",

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import tomllib
 from collections import Counter
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +207,15 @@ def _number(text: str) -> float:
 
 
 def _constants(file: str) -> dict[str, Any]:
-    """By name, what a module assigns at its top, and the options of `Checkpointer`, if that stands in it."""
+    """By name, what a module assigns at its top, the options in its groups, and those of `Checkpointer`."""
     name = next(name for name, path in modules().items() if path == ROOT / file)
     module = importlib.import_module(name)
     top = ast.parse((ROOT / file).read_text()).body
     targets = [target for node in top if isinstance(node, ast.Assign) for target in node.targets]
     names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
     found = {each: vars(module)[each] for each in names & vars(module).keys()}
+    groups = [each for each in vars(module).values() if is_dataclass(each) and each.__module__ == name]
+    found |= {each.name: each.default for group in groups for each in fields(group)}
     if Checkpointer.__module__ == name:
         found |= {each.name: each.default for each in inspect.signature(Checkpointer).parameters.values()}
     return found

@@ -24,7 +24,7 @@ def measure(place: Place, folder: Path) -> dict[str, Any]:
     """Steps beside each kind of save, from its return until it is written, and steps alone before and after."""
     dlrm, peer = Dlrm(place), folder / "peer"
     with cnr_store.Checkpointer(
-        folder / "ours", dlrm.model, dlrm.optimizer, workers=1, **place.options
+        folder / "ours", dlrm.model, dlrm.optimizer, limits=cnr_store.Limits(workers=1), **place.options
     ) as checkpointer:
 
         def dcp() -> Any:

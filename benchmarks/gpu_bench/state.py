@@ -34,7 +34,11 @@ class State:
     def checkpointer(self, folder: Path) -> cnr_store.Checkpointer:
         """One of 4 bits that has room for all rows in host memory."""
         return cnr_store.Checkpointer(
-            folder, self.model, self.optimizer, snapshot_bytes=self.nbytes, **self._place.options
+            folder,
+            self.model,
+            self.optimizer,
+            limits=cnr_store.Limits(snapshot_bytes=self.nbytes),
+            **self._place.options,
         )
 
     def touch(self, checkpointer: cnr_store.Checkpointer, share: float) -> None:

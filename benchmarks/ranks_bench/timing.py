@@ -142,7 +142,7 @@ def _run_rank(folder: Path, world: int, rows: int, rank: int) -> None:
 def _ours(folder: Path, model: DistributedModelParallel) -> dict[str, float]:
     stalls, writes = [], []
     with cnr_store.Checkpointer(
-        f"file://{folder}", model, [model.fused_optimizer], bits=4, workers=1
+        f"file://{folder}", model, [model.fused_optimizer], bits=4, limits=cnr_store.Limits(workers=1)
     ) as checkpointer:
         for step in range(_SAVES):
             dist.barrier()

@@ -165,7 +165,13 @@ def _checkpointer(
     url: Any, model: nn.Module, codec: Any, optimizer: Adagrad | None = None, **options: Any
 ) -> cnr_store.Checkpointer:
     return cnr_store.Checkpointer(
-        url, model, optimizer, policy="consecutive", codec=codec, max_chain=None, **options
+        url,
+        model,
+        optimizer,
+        policy="consecutive",
+        codec=codec,
+        retention=cnr_store.Retention(max_chain=None),
+        **options,
     )
 
 

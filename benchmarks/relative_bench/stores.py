@@ -56,7 +56,7 @@ class Setting:
 
 
 def new_checkpointer(
-    ledger: Ledger, workload: Workload, setting: Setting, **options: Any
+    ledger: Ledger, workload: Workload, setting: Setting, audit: bool = True
 ) -> cnr_store.Checkpointer:
     chosen: dict[str, Any] = {}
     if setting.codec is not None:
@@ -68,10 +68,9 @@ def new_checkpointer(
         workload.model,
         workload.optimizer,
         policy=setting.policy,
-        max_chain=None,
-        trusted_optimizers=[RowWiseAdagrad],
+        retention=cnr_store.Retention(max_chain=None),
+        tracking=cnr_store.Tracking(audit=audit, trusted_optimizers=[RowWiseAdagrad]),
         **chosen,
-        **options,
     )
 
 

@@ -80,9 +80,8 @@ def _of_share(share: float, rows: int, rounds: int, folder: Path) -> Iterator[Li
                     training.optimizer,
                     policy="consecutive",
                     bits=_BITS,
-                    workers=workers,
-                    snapshot_bytes=0,
-                    audit=False,
+                    limits=cnr_store.Limits(workers=workers, snapshot_bytes=0),
+                    tracking=cnr_store.Tracking(audit=False),
                     keep_last=1,
                 )
             )

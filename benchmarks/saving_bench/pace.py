@@ -108,7 +108,7 @@ def measure(tables: int, rows: int, pairs: int, folder: Path) -> list[Line]:
             training.optimizer,
             policy="consecutive",
             bits=4,
-            workers=1,
+            limits=cnr_store.Limits(workers=1),
             keep_last=2,
         ) as checkpointer:
             for each in TORCH_THREADS:
@@ -210,7 +210,7 @@ def _encode_and_put(orders: Any, answers: Any, nbytes: int, folder: Path) -> Non
     model.table = nn.Embedding.from_pretrained(torch.from_numpy(rows), freeze=False, sparse=True)
     torch.set_num_threads(1)
     with cnr_store.Checkpointer(
-        folder, model, bits=4, workers=1, keep_last=2, snapshot_bytes=0
+        folder, model, bits=4, limits=cnr_store.Limits(workers=1, snapshot_bytes=0), keep_last=2
     ) as checkpointer:
         for seconds in iter(orders.get, None):
             end = time.perf_counter() + seconds

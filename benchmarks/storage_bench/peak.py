@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 def save(url: str, model: Model) -> None:
-    cnr_store.save(url, model, step=1, bits=4, snapshot_bytes=SNAPSHOT_BYTES)
+    cnr_store.save(url, model, step=1, bits=4, limits=cnr_store.Limits(snapshot_bytes=SNAPSHOT_BYTES))
 
 
 def save_delta(url: str, model: Model) -> None:

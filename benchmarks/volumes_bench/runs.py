@@ -112,10 +112,9 @@ class Run:
             policy=setting.policy,
             bits=setting.bits,
             state_bits=setting.state_bits,
-            max_chain=setting.max_chain,
             keep_last=setting.keep_last,
             # Every version is asked for, so that nothing goes behind the back of this count; `gc` is called below.
-            keep_every=setting.keep_last and 1,
+            retention=cnr_store.Retention(keep_every=setting.keep_last and 1, max_chain=setting.max_chain),
         )
         self._infos: list[cnr_store.VersionInfo] = []
         self._written: list[int] = []

@@ -21,6 +21,7 @@ from cnr_store.maintenance.folding import compact as folding
 from cnr_store.maintenance.repairing import repair as repairing
 from cnr_store.maintenance.verification import verify as verification
 from cnr_store.maintenance.verification.report import Finding, VerifyReport
+from cnr_store.options import KeepBest as KeepBestRule
 
 DAMAGED, SUSPICIOUS = 3, 4
 """Exit status of `cnr verify` if anything is damaged; if nothing is, but something may be lost."""
@@ -270,7 +271,7 @@ def gc(
         raise typer.Exit(1)
 
 
-def _parse_best(text: str | None) -> rules.KeepBest | None:
+def _parse_best(text: str | None) -> KeepBestRule | None:
     """The rule from NAME:max:N. `typer.BadParameter` if it is something else."""
     if text is None:
         return None

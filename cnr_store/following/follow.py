@@ -207,7 +207,9 @@ Since = Version | Update | Sequence[Version] | None
 Names = Sequence[str] | None
 
 
-def follow(url: Url, since: Since = None, tables: Names = None, **storage_options: Any) -> Iterator[Update]:
+def follow(
+    url: Url, since: Since = None, *, tables: Names = None, **storage_options: Any
+) -> Iterator[Update]:
     """Updates to all versions committed after `since`, oldest first; ends when there is no newer one.
 
     Where there is no store at all, the log says so.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from cnr_store.integrations.lightning_package import (
     SIGTERMException,
     Trainer,
 )
-from cnr_store.maintenance.collection.rules import Rules
+from cnr_store.options import Job, Retention, given_group, own_keywords
 from cnr_store.policies.checks import integer, number
 from cnr_store.training.model.rng_state import rng_state, set_rng_state
 
@@ -60,12 +61,12 @@ class CnrCheckpoint(Callback):
         too, behind their `on_train_end`, also if a SIGTERM causes it.
     monitor, mode, save_top_k
         Keep the versions in which the metric `monitor` is best (``"min"`` or ``"max"``), so many of them, as
-        ``keep_best`` of `Checkpointer` does. Each validation, and each epoch, that logs it is followed by a save. Each
+        `cnr_store.Retention.keep_best` does. Each validation, and each epoch, that logs it is followed by a save. Each
         version's metadata has the epoch, and all metrics of one number that the module has logged at its step.
     resume
         Whether `fit` continues from the newest version, if there is one. Then give no `ckpt_path`.
     options
-        Those of `Checkpointer`, such as ``policy``, ``bits`` and ``state``.
+        Those of `Checkpointer`, such as ``policy``, ``bits`` and ``limits``.
 
     Raises
     ------
@@ -80,6 +81,7 @@ class CnrCheckpoint(Callback):
     The trainer's loggers get the figures of each save (``checkpoint/bytes``, ``checkpoint/seconds_stalled``, ...).
     """
 
+    @own_keywords(cnr_store.Checkpointer)
     def __init__(
         self,
         url: Url,
@@ -100,13 +102,16 @@ class CnrCheckpoint(Callback):
             None if every_n_minutes is None else 60 * number("every_n_minutes", every_n_minutes)
         )
         self._resume, self._monitor = resume, monitor
+        retention = given_group(Retention, options.get("retention", Retention()))
         if save_top_k is not None:
-            if monitor is None or "keep_best" in options:
-                raise OptionError("save_top_k needs monitor=, which tells the best, and no keep_best=")
-            options["keep_best"] = Rules(keep_best=(monitor, mode, save_top_k)).keep_best
-        self._options = options
-        if best := Rules(keep_best=options.get("keep_best")).keep_best:
-            self._monitor = best[0]
+            if monitor is None or retention.keep_best is not None:
+                raise OptionError(
+                    "save_top_k needs monitor=, which tells the best, and no keep_best= in retention="
+                )
+            retention = replace(retention, keep_best=(monitor, mode, save_top_k))
+        self._options = {**options, "retention": retention}
+        if retention.keep_best is not None:
+            self._monitor = retention.keep_best[0]
         self._trainer: Any = None
         self._io: Any = None  # the plugin of the trainer that this callback was made for
         self._last = LastHooks(self._begin, self._before_end_of_epoch)
@@ -215,7 +220,7 @@ class CnrCheckpoint(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Note the random numbers before a validation: if a SIGTERM cuts it off, a resumed fit runs all of it."""
         loop = trainer.fit_loop
-        if self._options.get("rng", True) and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        if self._options.get("job", Job()).rng and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
             self._rng_before_validation = rng_state()
 
     def _end_validation(self, trainer: Any) -> None:

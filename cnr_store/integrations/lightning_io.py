@@ -120,7 +120,7 @@ class StoreIO(CheckpointIO):
         # Lightning loads the rest behind the hooks of the module, which may set rates. Finders drop it.
         self._optimizer_states += [one.state_dict() for one in trainer.optimizers]
         trainer._checkpoint_connector._loaded_checkpoint = self.checkpoint
-        return loaded if self._options.get("rng", True) else None
+        return loaded if self._options.get("job", cnr_store.Job()).rng else None
 
     def check(self) -> None:
         """Refuse what can't be stored, by its path."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,10 +18,19 @@ from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
 from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, StateError
-from cnr_store.maintenance.collection.rules import KeepBest, Rules
+from cnr_store.maintenance.collection.rules import Rules
+from cnr_store.options import (
+    Failures,
+    Job,
+    Limits,
+    Overlap,
+    Retention,
+    Tracking,
+    given_group,
+    own_keywords,
+)
 from cnr_store.policies.budget import DEFAULT_BUDGET
-from cnr_store.policies.checks import integer, number
-from cnr_store.policies.policy import MAX_CHAIN, Costs, PolicyName, check_policy
+from cnr_store.policies.policy import PolicyName, check_policy
 from cnr_store.policies.widths import Bits, ExpectedRestores, StateBits
 from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out, warn_readers
@@ -90,7 +98,7 @@ class Checkpointer:
         at each save by cost.
     budget
         Per cent of the loss that all restores of the run together may cost: rows and optimizer state are rounded so
-        much, 0 not at all. `bits`, `codec`, `state_bits` and `expected_restores` overrule it. None is none.
+        much, 0 not at all. `bits`, `codec`, `state_bits` and `Job.expected_restores` overrule it. None is none.
     bits
         Width of quantized rows: 2, 3, 4, 8, 32 (lossless), ``auto``, or a mapping from name patterns to these.
     codec
@@ -103,72 +111,25 @@ class Checkpointer:
         where no pattern fits, state is lossless, or ``m3`` under a budget.
         ``auto`` is ``"m3"``, but first moments of torch's Adam, AdamW, NAdam, RAdam, SGD and RMSprop are stored without
         what moves a weight by less than a quarter of the step of its lattice, and ``"m1"``.
-    expected_restores
-        Failures per node and hour, nodes and hours that the run is planned for. They choose the bits, and not a budget.
-    restores_per_save
-        Restores to expect between two saves. ``policy="auto"`` weighs the cost of reading by them.
     state
         Further objects with `state_dict` and `load_state_dict`, by name: schedulers, scalers, metrics.
     storage_options
         Options of the filesystem, as in fsspec.
-    workers
-        Threads that encode. Storage is written and read in other threads. Rows beyond `snapshot_bytes`, for which
-        training waits, are encoded by as many threads as torch computes with, if these are more.
-    snapshot_bytes
-        Host memory for the rows of a snapshot. Rows that don't fit are encoded before `save` returns. A container's
-        limit is not asked for.
-    rng
-        Whether the global random number generators are saved and restored.
-    overlap
-        What a save does while another is still being written, perhaps as storage fails: ``wait``, or ``skip`` itself.
+    keep_last
+        After each commit, in the background, remove the versions that no rule keeps, as `cnr_store.gc` does: keep so
+        many of the newest. `Retention` has further rules. Without any, every version is kept.
     on_done
         Called with each `PendingSave` on the thread that writes, after the commit or the failure. The next save waits
         for it, so keep it short. What it raises is only logged.
-    audit
-        Whether each save checks, by samples of 1 MiB or so many bytes, that rows believed unchanged are unchanged.
-        ``all`` compares every row with what is stored, writes those that differ, and logs which were not tracked.
-    keep_last, keep_every, keep_best
-        After each commit, in the background, remove the versions that no rule keeps, as `cnr_store.gc` does: keep so
-        many of the newest, one of every so many steps, and those whose metadata has the best figure, such as
-        ``("auc", "max", 3)``. With None for all, every version is kept.
-    max_chain
-        After a commit, in the background, fold the version as `cnr_store.compact` does if reading it touches more
-        versions than this. None folds nothing. A failure is only logged. Under ``consecutive`` such a fold comes every
-        so many saves. ``auto`` makes no longer chains. Under ``full`` a version touches no other, and under
-        ``one-shot`` and ``intermittent`` only the versions in which its tables were last whole.
-    trusted_optimizers
-        Optimizer classes of your own whose steps change no row without a gradient. Tables under other classes that are
-        unknown here are compared.
-    on_failure
-        What the next `save` does about one that failed in the background, and whose result nobody asked for: ``raise``
-        its error, or go on with the rows of both (``log``). Each failure is logged. `close` raises that of the last
-        save in either case, since no other save has its rows. ``log`` never hides a `SupersededError`, `StateError` or
-        `TrackingError`.
-    max_failures
-        With ``on_failure="log"``, `save` raises the error after so many failed saves in a row.
-    retry_seconds
-        How long an operation of a save is repeated that the network or a busy server failed, and no save that fails for
-        it (`OutageError`) is counted or raised by the next one. So long `load`, `close` and, by `overlap`, saves wait;
-        a preemption, an exception and the end of the process have it tried once more, at once. 0 repeats nothing.
-    max_write_bytes_per_second
-        How fast saves write in the background. `close`, a preemption and the end of the process lift it, and it does
-        not hold for rows that are encoded before `save` returns. None sets no limit.
-    unloaded
-        What the first save does if the store has versions and none was loaded: ``warn``, or ``raise`` `OptionError`.
-    group
-        The ranks that train this model, as a process group of torch.distributed; by default all of the job. Every one
-        of them makes a checkpointer and calls its methods, in the same order.
-    timeout_seconds
-        How long a rank that does not come, or makes no progress, is waited for.
-    exclude
-        Names, or patterns of names, of tables and of other entries of the state dict that versions are without, and
-        that a load leaves as they are in the model, as what optimizers keep for them.
+    retention, failures, limits, tracking, job
+        Groups of further options: `Retention`, `Failures`, `Limits`, `Tracking` and `Job`.
 
     Raises
     ------
     OptionError, UnsupportedModelError, StateError, RanksError, cnr_backends.OpenError, FormatError
     """
 
+    @own_keywords()
     @_on_all_ranks
     def __init__(
         self,
@@ -181,59 +142,33 @@ class Checkpointer:
         bits: Bits | None = None,
         codec: CodecOption = None,
         state_bits: StateBits | None = None,
-        expected_restores: ExpectedRestores | Mapping[str, Any] | None = None,
-        restores_per_save: float = 0.1,
         state: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        workers: int = 2,
-        snapshot_bytes: int = 2 << 30,
-        rng: bool = True,
-        overlap: arguments.Overlap = "wait",
-        on_done: Callable[[PendingSave], object] | None = None,
-        audit: bool | int | Literal["all"] = True,
         keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: KeepBest | None = None,
-        max_chain: int | None = MAX_CHAIN,
-        trusted_optimizers: Collection[type[Optimizer]] = (),
-        on_failure: arguments.OnFailure = "raise",
-        max_failures: int = 3,
-        retry_seconds: float = 300.0,
-        max_write_bytes_per_second: float | None = None,
-        unloaded: arguments.Unloaded = "warn",
-        group: torch.distributed.ProcessGroup | None = None,
-        timeout_seconds: float = 600.0,
-        exclude: str | Sequence[str] = (),
+        on_done: Callable[[PendingSave], object] | None = None,
+        retention: Retention = Retention(),
+        failures: Failures = Failures(),
+        limits: Limits = Limits(),
+        tracking: Tracking = Tracking(),
+        job: Job = Job(),
     ) -> None:
-        ranks = self._group = job_group(
-            arguments.check_group(group), number("timeout_seconds", timeout_seconds)
-        )
-        if max_chain is not None:
-            max_chain = integer("max_chain", max_chain, minimum=1)
+        failures, job = given_group(Failures, failures), given_group(Job, job)
+        ranks = self._group = job_group(arguments.check_group(job.group), failures.timeout_seconds)
+        retention, tracking = given_group(Retention, retention), given_group(Tracking, tracking)
         self._options = options = Options(
-            retention=Rules(keep_last, keep_every, keep_best),
-            workers=integer("workers", workers, minimum=1),
-            max_chain=max_chain,
-            snapshot_bytes=integer("snapshot_bytes", snapshot_bytes, minimum=0),
-            overlap=arguments.check_choice("overlap", overlap, arguments.Overlap),
-            on_done=arguments.check_callback("on_done", on_done),
-            trusted_optimizers=trusted_classes(trusted_optimizers),
             policy=check_policy(policy),
-            costs=Costs(keep_last, restores_per_save).limited(max_chain),
-            codecs=CodecChoice(bits, codec, ExpectedRestores.of(expected_restores), state_bits, budget),
+            codecs=CodecChoice(bits, codec, ExpectedRestores.of(job.expected_restores), state_bits, budget),
             objects=arguments.check_stateful(state or {}),
-            rng=rng,
-            on_failure=arguments.check_choice("on_failure", on_failure, arguments.OnFailure),
-            max_failures=integer("max_failures", max_failures, minimum=1),
-            retry_seconds=number("retry_seconds", retry_seconds),
-            max_write_bytes_per_second=arguments.check_rate(
-                "max_write_bytes_per_second", max_write_bytes_per_second
-            ),
-            unloaded=arguments.check_choice("unloaded", unloaded, arguments.Unloaded),
-            audits_all=audit == "all",
+            on_done=arguments.check_callback("on_done", on_done),
+            rules=Rules(keep_last, retention.keep_every, retention.keep_best),
+            trusted=trusted_classes(tracking.trusted_optimizers),
+            retention=retention,
+            failures=failures,
+            limits=given_group(Limits, limits),
+            tracking=tracking,
+            job=job,
         )
-        audit_samples = Audit.from_option(audit)
-        self._trained = trained = TrainedModel.from_arguments(model, optimizer, exclude)
+        self._trained = trained = TrainedModel.from_arguments(model, optimizer, tracking.exclude)
         check_settings(trained.optimizers)
         self._structure = ModelStructure(model, trained.sharded, trained.excluded)
         options.codecs.check_tables([table.name for table in trained.tables])
@@ -248,7 +183,9 @@ class Checkpointer:
         self._preemptions = 0
         self._guard = ReentrantGuard()
         callbacks = SaveCallbacks(self._upkeep.schedule, options.on_done, self._guard)
-        self._saves = SaveQueue(backend, trained, options, audit_samples, callbacks, ranks)
+        self._saves = SaveQueue(
+            backend, trained, options, Audit.from_option(tracking.audit), callbacks, ranks
+        )
         self._coordinator = Coordinator(
             ranks, trained, options, self._saves, self._upkeep, self._follow_model
         )
@@ -277,7 +214,7 @@ class Checkpointer:
         reader: Any = None,
         metadata: Any = None,
         full: bool = False,
-        overlap: arguments.Overlap | None = None,
+        overlap: Overlap | None = None,
     ) -> PendingSave:
         """Copy the state of training and write it in the background.
 

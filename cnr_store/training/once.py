@@ -11,6 +11,7 @@ from cnr_store.catalog.fencing import Seen
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import OptionError
 from cnr_store.format.layout import VersionId
+from cnr_store.options import own_keywords
 from cnr_store.training.checkpointer import Checkpointer
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.selection import Selection
@@ -20,6 +21,7 @@ _SAVE_OPTIONS = ("reader", "metadata", "full")
 _LOAD_OPTIONS = ("tables", "tensors", "rows", "strict")
 
 
+@own_keywords(Checkpointer, _SAVE_OPTIONS)
 def save(
     url: Url,
     model: nn.Module,
@@ -78,6 +80,7 @@ def _continue(checkpointer: Checkpointer, after: object) -> None:
     checkpointer._saves.planner.continue_from(lineage, {})
 
 
+@own_keywords(Checkpointer, _LOAD_OPTIONS)
 def load(
     url: Url,
     model: nn.Module,

@@ -149,7 +149,7 @@ class Loader:
                 with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
                     names = saves.tracker.to_compare(saves.tracker.reasons())
                     learn = partial(saves.planner.to_learn, names=names) if goes_on else None
-                    found = restore.run(self.options.rng, transfer, saves.tracker.clear, learn)
+                    found = restore.run(self.options.job.rng, transfer, saves.tracker.clear, learn)
                     saves.tracker.adopt_replaced()  # by code of the caller that the load ran
                     restore.explain_changes(saves.tracker)
                     return *found, _scales(record, trained.row_arrays()) if goes_on else {}

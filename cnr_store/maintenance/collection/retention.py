@@ -28,9 +28,10 @@ from cnr_store.maintenance.collection.deletion import (
     deletable_records,
     find_fold_leftovers,
 )
-from cnr_store.maintenance.collection.rules import KeepBest, Rules, check_figure, choose
+from cnr_store.maintenance.collection.rules import Rules, check_figure, choose
 from cnr_store.maintenance.collection.store_snapshot import WORKERS, SnapshotReader, StoreSnapshot
 from cnr_store.maintenance.objects import Progress, no_progress
+from cnr_store.options import KeepBest
 from cnr_store.policies.checks import number
 
 GRACE_SECONDS = 3600.0
@@ -143,7 +144,7 @@ def gc(
             end_newest_run(backend, newest)
         except StorageFullError as full:
             raise _without_room(backend, "no run can be ended", full) from full
-    return Retention(backend, rules, grace).run(dry_run=dry_run, progress=progress)
+    return Collector(backend, rules, grace).run(dry_run=dry_run, progress=progress)
 
 
 def _without_room(backend: Backend, what: str, full: StorageFullError) -> StorageFullError:
@@ -153,7 +154,7 @@ def _without_room(backend: Backend, what: str, full: StorageFullError) -> Storag
     )
 
 
-class Retention:
+class Collector:
     """Applies rules to one store, once or repeatedly.
 
     `own`: the claim it works under; it stops if another claim is the newest. None: whichever claim is the newest.
@@ -306,7 +307,7 @@ def room_advice(backend: Backend) -> str:
         keep, wanted = len(records), max((record.nbytes for record in records), default=0)
         while True:
             keep = max(1, keep // 2)
-            found = Retention(backend, Rules(keep_last=keep)).run(dry_run=True)
+            found = Collector(backend, Rules(keep_last=keep)).run(dry_run=True)
             if found.freed_bytes >= wanted or keep == 1:
                 break
         if found.freed_bytes <= 0:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.version_info import find_figures
 from cnr_store.errors import OptionError, option
 from cnr_store.maintenance.collection.store_snapshot import StoreSnapshot
+from cnr_store.options import KeepBest, check_best
 from cnr_store.policies.checks import integer
-
-KeepBest = tuple[str, Literal["max", "min"], int]
-"""A figure of the metadata, ``"max"`` or ``"min"``, and how many versions."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,8 @@ class Rules:
         for name, count in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if count is not None:
                 integer(name, count, minimum=1)
-        _check_best(self.keep_best)
+        if self.keep_best is not None:
+            check_best("keep_best", self.keep_best)
 
     @property
     def remove_nothing(self) -> bool:
@@ -114,17 +112,4 @@ def _writer_needs(snapshot: StoreSnapshot) -> Iterator[tuple[str, str]]:
         # Also what a fold made needless: its writer may not have heard of the fold yet.
         yield from (
             (need, reason) for need in (snapshot.versions[head].needs if head in snapshot.versions else ())
-        )
-
-
-def _check_best(value: Any) -> None:
-    if value is None:
-        return
-    fits = isinstance(value, tuple | list) and len(value) == 3
-    name, mode, count = value if fits else (None, None, None)
-    is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
-    if not (isinstance(name, str) and name and mode in ("max", "min") and is_count):
-        raise OptionError(
-            f"keep_best={value!r}: give the name of a figure in the metadata, 'max' or 'min', and how many versions, "
-            "such as ('auc', 'max', 3); or None"
         )

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from cnr_store.errors import ModelMismatchError, OptionError
-from cnr_store.policies.checks import number
 from cnr_store.training.model.object_state import refuse_loader
 
 log = logging.getLogger("cnr_store")
 
-Overlap = Literal["wait", "skip"]
-OnFailure = Literal["raise", "log"]
-Unloaded = Literal["warn", "raise"]
 IGNORE = 'load(strict="ignore"), which loads'
 """The advice in messages, which go on with what it loads."""
-
-
-def check_choice(name: str, value: object, choices: Any) -> Any:
-    """One of the words of a `Literal`."""
-    if value not in get_args(choices):
-        raise OptionError(f"{name}={value!r}: give {' or '.join(map(repr, get_args(choices)))}")
-    return value
 
 
 def check_callback(name: str, function: Callable[..., object] | None) -> Callable[..., object] | None:
@@ -43,17 +32,8 @@ def check_group(group: object) -> torch.distributed.ProcessGroup | None:
     if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
         return group
     raise OptionError(
-        f"group={group!r}: give a process group of torch.distributed that this process is in, or None"
+        f"job.group={group!r}: give a process group of torch.distributed that this process is in, or None"
     )
-
-
-def check_rate(name: str, value: object) -> float | None:
-    """A number above 0, or None for no limit."""
-    if value is None:
-        return None
-    if (rate := number(name, value)) > 0:
-        return rate
-    raise OptionError(f"{name}={value!r}: give a number above 0, or None for no limit")
 
 
 def check_reader(reader: object) -> None:

@@ -26,8 +26,8 @@ def rng_state() -> dict[str, Any]:
     numpy_state = np.random.get_state(legacy=False)
     if numpy_state["bit_generator"] != _TWISTER:
         raise UnsupportedModelError(
-            f"numpy's global random generator is {numpy_state['bit_generator']}, not {_TWISTER}; give rng=False, and "
-            "save its state with `state=`"
+            f"numpy's global random generator is {numpy_state['bit_generator']}, not {_TWISTER}; give "
+            "job=cnr_store.Job(rng=False), and save its state with `state=`"
         )
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),

@@ -226,7 +226,7 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
     if not keys:
         raise UnsupportedModelError(
             f"table {path or 'weight'!r} is not in the model's state dict, which has another tensor under its name; "
-            f"let no hook replace it, or leave it out: exclude={table_name(own)!r}"
+            f"let no hook replace it, or leave it out: tracking=cnr_store.Tracking(exclude={table_name(own)!r})"
         )
     check_weight(path, weight)
     # A parameter of the model itself, tied to it, may come first.

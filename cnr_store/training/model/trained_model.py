@@ -127,7 +127,9 @@ class TrainedModel:
             log.warning(
                 "the model leaves %s out of its state dict, so versions are without it and a load leaves it as it is%s",
                 ", ".join(absent),
-                f"; leave out its optimizer state, too, with exclude={kept}" if kept else "",
+                f"; leave out its optimizer state, too, with tracking=cnr_store.Tracking(exclude={kept})"
+                if kept
+                else "",
             )
         names = [
             table.name

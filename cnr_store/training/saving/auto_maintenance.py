@@ -10,7 +10,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.version_info import find_figures
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
-from cnr_store.maintenance.collection.retention import Retention
+from cnr_store.maintenance.collection.retention import Collector
 from cnr_store.maintenance.folding.compact import CompactReport, fold
 from cnr_store.training.process.latch import Latch
 from cnr_store.training.process.process_exit import finish_before_exit
@@ -30,7 +30,7 @@ class BackgroundMaintenance:
     def __init__(self, backend: Backend, options: Options) -> None:
         self._backend = backend
         self._options = options
-        self._retention: tuple[ClaimId, Retention] | None = None
+        self._retention: tuple[ClaimId, Collector] | None = None
         self._folded: CompactReport | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-upkeep")
         self._latest: Future[None] | None = None
@@ -40,7 +40,7 @@ class BackgroundMaintenance:
     def schedule(self, record: Record, removable: str) -> None:
         """Queue a run after the commit of `record`. A failure is logged; no save fails because of it.
 
-        `removable`: the greatest version of other writers that may be removed: see `Retention`.
+        `removable`: the greatest version of other writers that may be removed: see `Collector`.
         """
         if self._latest is not None:
             if self._latest.cancel():  # not a run that has begun
@@ -58,7 +58,7 @@ class BackgroundMaintenance:
 
     def _tell_of_no_figure(self, record: Record) -> None:
         """Warn once that `keep_best` does not count a version, because its metadata lacks the figure."""
-        best = self._options.retention.keep_best
+        best = self._options.rules.keep_best
         if best is None or self._told_of_no_figure or best[0] in find_figures(record.metadata):
             return
         self._told_of_no_figure = True
@@ -70,13 +70,13 @@ class BackgroundMaintenance:
 
     def _run(self, record: Record, removable: str, done: Latch) -> None:
         try:
-            if not self._options.retention.remove_nothing:
+            if not self._options.rules.remove_nothing:
                 self._remove(record, removable)
             # Not while the last fold waits to be popped: this version was planned without it, and the next one will
             # be shorter.
-            max_chain = self._options.max_chain
+            max_chain = self._options.retention.max_chain
             if max_chain is not None and 1 + len(record.needs) > max_chain and self._folded is None:
-                self._folded = fold(Catalog(self._backend), record, self._options.workers)
+                self._folded = fold(Catalog(self._backend), record, self._options.limits.workers)
         except Exception as error:  # noqa: BLE001 - the version is committed, and a later run tries again
             log.warning("upkeep after version %s failed: %s", record.id, error)
         finally:
@@ -89,7 +89,7 @@ class BackgroundMaintenance:
         if self._retention is None or self._retention[0] != attempt.claim:
             self._retention = (
                 attempt.claim,
-                Retention(self._backend, self._options.retention, own=attempt.claim, removable=removable),
+                Collector(self._backend, self._options.rules, own=attempt.claim, removable=removable),
             )
         report = self._retention[1].run()
         if report.stopped is not None:

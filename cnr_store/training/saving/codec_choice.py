@@ -133,7 +133,7 @@ class CodecChoice:
                 f"bits {bits!r} and codec {codec!r}: give the width in the codec's configuration alone"
             )
         if expected is not None and not self._may_be_auto:
-            raise OptionError(f"expected_restores={expected} is used only with bits='auto': leave it out")
+            raise OptionError(f"job.expected_restores={expected} is used only with bits='auto': leave it out")
 
     @property
     def settings(self) -> dict[str, str]:
@@ -143,7 +143,6 @@ class CodecChoice:
             "bits": repr(self._bits),
             "codec": repr(patterns if self._single is None else self._single.get_config()),
             "state_bits": repr(self._state_bits),
-            "expected_restores": repr(self._expected),
             "budget": repr(self.budget and self.budget.percent),
         }
 

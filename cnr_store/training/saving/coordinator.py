@@ -16,12 +16,12 @@ from cnr_backends import BackendError
 from cnr_store.errors import CheckpointError, OptionError, SaveError, listed
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.folding.compact import CompactReport
+from cnr_store.options import Overlap, check_choice
 from cnr_store.policies.checks import integer
 from cnr_store.ranks.decisions import named
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import is_dtensor
-from cnr_store.training.model import arguments
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import state_of
 from cnr_store.training.model.tables import SpreadTable
@@ -58,7 +58,7 @@ class Request:
     reader: Any
     metadata: Any
     full: bool
-    overlap: arguments.Overlap | None
+    overlap: Overlap | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Ready:
     """A save that this rank can begin. There is no snapshot if the save is to be skipped."""
 
     step: int
-    overlap: arguments.Overlap
+    overlap: Overlap
     full: bool
     snapshot: Snapshot | None
     step_under_way: int = -1
@@ -106,10 +106,10 @@ class Coordinator:
         def merge(said: list[Document]) -> Document:
             digests.extend(digest for doc in said for digest in doc.get("state", ()))
             agreed = merge_said(phase, said)
-            if (unloaded := self._saves.writer.unloaded) and self._options.unloaded == "raise":
+            if (unloaded := self._saves.writer.unloaded) and self._options.job.unloaded == "raise":
                 raise OptionError(
                     f"{phase}: {unloaded}. Nothing was written. Call resume() before the first save; or give another "
-                    "URL, or unloaded='warn', to begin anew"
+                    "URL, or job=cnr_store.Job(unloaded='warn'), to begin anew"
                 )
             may_be_delta = agreed["skips"] is None and not request.full
             return {**agreed, **self._hold_bases(phase)} if may_be_delta else agreed
@@ -159,8 +159,8 @@ class Coordinator:
 
     def _prepare(self, request: Request) -> _Ready:
         step = integer("step", request.step, minimum=0)
-        overlap = self._options.overlap if request.overlap is None else request.overlap
-        arguments.check_choice("overlap", overlap, arguments.Overlap)
+        overlap = self._options.limits.overlap if request.overlap is None else request.overlap
+        check_choice("overlap", overlap, Overlap)
         latest = self._saves.latest
         if overlap == "skip" and latest is not None and not latest.done():
             return _Ready(step, overlap, request.full, None, latest.step)
@@ -177,7 +177,7 @@ class Coordinator:
             objects,
             reader,
             request.metadata,
-            self._options.rng,
+            self._options.job.rng,
             self._group.rank if self._group.world > 1 else None,
         )
         if self._group.rank == 0:

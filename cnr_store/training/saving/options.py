@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,9 +13,9 @@ from cnr_codecs import RowCodec
 from cnr_store.errors import OptionError
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.rules import Rules
+from cnr_store.options import Failures, Job, Limits, Retention, Tracking
 from cnr_store.policies.policy import Costs, PolicyName
 from cnr_store.ranks.group import Document, Group
-from cnr_store.training.model.arguments import OnFailure, Overlap, Unloaded
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import check_alike
@@ -32,24 +32,26 @@ CONSTRUCT = "construct"
 class Options:
     """What a caller gave `Checkpointer`, checked. `Checkpointer` documents each option."""
 
-    retention: Rules  # of `keep_last` and `keep_every`
-    workers: int
-    max_chain: int | None
-    snapshot_bytes: int
-    overlap: Overlap
-    on_done: Callable[[PendingSave], object] | None
-    trusted_optimizers: Collection[type[Optimizer]]
     policy: PolicyName
-    costs: Costs  # of `keep_last` and `restores_per_save`
-    codecs: CodecChoice  # of `bits`, `codec`, `expected_restores` and `state_bits`
+    codecs: CodecChoice  # of `budget`, `bits`, `codec`, `state_bits` and `expected_restores`
     objects: Mapping[str, Any]  # the option `state`
-    rng: bool
-    on_failure: OnFailure
-    max_failures: int
-    retry_seconds: float
-    max_write_bytes_per_second: float | None
-    unloaded: Unloaded
-    audits_all: bool  # whether saves compare all tables: the option `audit` is "all"
+    on_done: Callable[[PendingSave], object] | None
+    rules: Rules  # of `keep_last` and `retention`
+    trusted: Collection[type[Optimizer]]  # of `tracking`
+    retention: Retention
+    failures: Failures
+    limits: Limits
+    tracking: Tracking
+    job: Job
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self.rules.keep_last, self.job.restores_per_save).limited(self.retention.max_chain)
+
+    @property
+    def audits_all(self) -> bool:
+        """Whether saves compare all tables."""
+        return self.tracking.audit == "all"
 
     def agree(self, group: Group, url: str, trained: TrainedModel) -> None:
         """Compare what all ranks were given.
@@ -75,20 +77,14 @@ class Options:
             "tables": hashlib.sha256(dumps(listed)).hexdigest()[:16],
             "policy": self.policy,
             **self.codecs.settings,
-            "restores_per_save": self.costs.restores_per_save,
-            "keep_last": self.retention.keep_last,
-            "keep_every": self.retention.keep_every,
-            "keep_best": repr(self.retention.keep_best),
-            "max_chain": self.max_chain,
             "state": repr(sorted(self.objects)),
-            "rng": self.rng,
-            "exclude": repr(trained.excluded.patterns),
-            "overlap": self.overlap,
-            "on_failure": self.on_failure,
-            "max_failures": self.max_failures,
-            "unloaded": self.unloaded,
-            "audit": "all" if self.audits_all else "samples",
-            "timeout_seconds": group.timeout_seconds,
+            "keep_last": self.rules.keep_last,
+            "retention": repr(self.retention),
+            "failures": repr(replace(self.failures, retry_seconds=0)),
+            "limits.overlap": self.limits.overlap,
+            "tracking.exclude": repr(trained.excluded.patterns),
+            "tracking.audit": "all" if self.audits_all else "samples",
+            "job": repr(replace(self.job, group=None)),
         }
         group.decide(CONSTRUCT, said, judge)
 

@@ -76,7 +76,7 @@ class Planner:
         keeps: Keeps = (
             "none" if options.policy == "full" else "all" if self._parents == "previous" else "whole"
         )
-        own = Staging(options.snapshot_bytes), self._code_cache, self._codecs, tally, keeps
+        own = Staging(options.limits.snapshot_bytes), self._code_cache, self._codecs, tally, keeps
         self._copies = Copies(*own, compares_all=options.audits_all)
 
     @property

@@ -20,9 +20,9 @@ from cnr_store.errors import (
 )
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import room_advice
+from cnr_store.options import Overlap
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
-from cnr_store.training.model.arguments import Overlap
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
@@ -79,13 +79,13 @@ class SaveQueue:
         self.is_preempted: Callable[[], bool] = bool
         self.fold_bytes = 0
         self._patience = Patience(
-            options.retry_seconds,
-            options.max_write_bytes_per_second,
+            options.failures.retry_seconds,
+            options.limits.max_write_bytes_per_second,
             is_ending=lambda: self._closing or self._in_haste(),
             in_haste=self._in_haste,
         )
         self.outage = self._patience.outage
-        self.writer = Writer(backend, options.workers, self._patience, room_advice)
+        self.writer = Writer(backend, options.limits.workers, self._patience, room_advice)
         self.audit = audit
         self._small: SmallTables | None = None  # of the last save
         self._options = options
@@ -96,9 +96,7 @@ class SaveQueue:
         self._pending: tuple[PendingSave, Taken] | None = None
         self._untold: PendingSave | None = None  # it failed before a load, and no save came behind
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
-        self.tracker = Tracker(
-            trained.tables, trained.optimizers, options.trusted_optimizers, trained.sharded
-        )
+        self.tracker = Tracker(trained.tables, trained.optimizers, options.trusted, trained.sharded)
         self.tracker.logs, self.tracker.compares_all = group.world == 1, options.audits_all
         # Before the first save, so that no save waits for a compiler between its start and its commit.
         steps = self.planner.compile_steps()
@@ -330,8 +328,8 @@ class SaveQueue:
     def _may_go_on(self, error: BaseException) -> bool:
         """Whether training goes on after a failed save, whose rows the next one has."""
         return isinstance(error, OutageError) or (
-            self._options.on_failure == "log"
-            and self._failures < self._options.max_failures
+            self._options.failures.on_failure == "log"
+            and self._failures < self._options.failures.max_failures
             and isinstance(error, Exception)
             and not isinstance(error, SupersededError | StateError | TrackingError)
         )

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from cnr_store.errors import TrackingError
-from cnr_store.policies.checks import integer
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.tracking.bitmap import Bitmap, RowIds, are_set, count, rows_of
@@ -80,7 +79,7 @@ class Audit:
         """From what a caller gave: True or ``all`` for `DEFAULT_BYTES`, False for none, or the bytes."""
         if isinstance(audit, bool) or audit == "all":
             return cls(DEFAULT_BYTES if audit else 0)
-        return cls(integer("audit", audit, minimum=0))
+        return cls(int(audit))
 
     def forget(self) -> None:
         """Compare nothing until the next `renew`."""

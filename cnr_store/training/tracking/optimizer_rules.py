@@ -20,12 +20,12 @@ Classes = Collection[type[Optimizer]]
 def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
     """The classes that a caller trusts, without those known here, which are judged by their settings all the same."""
     if not isinstance(classes, Collection):
-        raise OptionError(f"trusted_optimizers={classes!r}: give a list of classes")
+        raise OptionError(f"tracking.trusted_optimizers={classes!r}: give a list of classes")
     for kind in classes:
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             is_class = isinstance(kind, type)
             raise OptionError(
-                f"trusted_optimizers holds {'the class' if is_class else 'an object of type'} "
+                f"tracking.trusted_optimizers holds {'the class' if is_class else 'an object of type'} "
                 f"{(kind if is_class else type(kind)).__qualname__}: give subclasses of torch.optim.Optimizer"
             )
     known = (SGD, Adagrad, SparseAdam)
@@ -89,7 +89,10 @@ def _advice(kind: type) -> str:
     """What to do about a class that is not trusted. All of torch's own that are not known here move every row."""
     if kind.__module__.startswith("torch.optim."):
         return ""
-    return "; if it never moves rows without a gradient, name it in the Checkpointer's trusted_optimizers"
+    return (
+        "; if it never moves rows without a gradient, name it in the Checkpointer's option "
+        "tracking=cnr_store.Tracking(trusted_optimizers=[...])"
+    )
 
 
 def written_slots(optimizer: Optimizer, trusted: Classes = ()) -> Collection[str] | None:

@@ -56,7 +56,9 @@ def _s3(server: S3Server) -> Any:
 def test_what_was_saved_comes_back(store: Store) -> None:
     model, optimizers = make_model("adagrad", seed=1)
     saved = []
-    with Checkpointer(store, model, optimizers, policy="consecutive", bits=32, rng=False) as checkpointer:
+    with Checkpointer(
+        store, model, optimizers, policy="consecutive", bits=32, job=cnr_store.Job(rng=False)
+    ) as checkpointer:
         for step, ids in enumerate([FIRST, SECOND]):
             model(ids).backward()
             for optimizer in optimizers:
@@ -81,8 +83,8 @@ def test_what_was_saved_comes_back(store: Store) -> None:
 def test_an_older_writer_is_superseded(store: Store) -> None:
     model, optimizers = make_model("sgd", seed=1)
     with (
-        Checkpointer(store, model, optimizers, rng=False) as older,
-        Checkpointer(store, model, optimizers, rng=False) as newer,
+        Checkpointer(store, model, optimizers, job=cnr_store.Job(rng=False)) as older,
+        Checkpointer(store, model, optimizers, job=cnr_store.Job(rng=False)) as newer,
     ):
         older.save(1).result()
         newer.load()

@@ -50,7 +50,9 @@ def test_a_job_that_has_saved_does_not_take_the_new_store(jobs: Jobs, url: str) 
     for _ in range(3):
         jobs.run("train", url, saves=1)
     model = make_model()
-    checkpointer = Checkpointer(url, model, keep_last=1, on_failure="log", retry_seconds=0)
+    checkpointer = Checkpointer(
+        url, model, keep_last=1, failures=cnr_store.Failures(on_failure="log", retry_seconds=0)
+    )
     checkpointer.save(10).result()
     checkpointer._upkeep.wait()  # or it writes into the folder that is removed
     shutil.rmtree(url)
@@ -89,7 +91,13 @@ def test_a_job_whose_last_save_failed_does_not_take_the_new_store(jobs: Jobs, ur
 
     model = make_model()
     backend = FaultyBackend(open_backend(url), fault)
-    checkpointer = Checkpointer(backend, model, policy="full", keep_last=1, on_failure="log", retry_seconds=0)
+    checkpointer = Checkpointer(
+        backend,
+        model,
+        policy="full",
+        keep_last=1,
+        failures=cnr_store.Failures(on_failure="log", retry_seconds=0),
+    )
     checkpointer.save(10).result()
     checkpointer._upkeep.wait()  # or it writes into the folder that is removed
     if outcome == "lost":
@@ -118,7 +126,9 @@ def test_a_job_that_loaded_before_the_store_was_put_back_is_stale(
         jobs.run("train", url, saves=2)
         if number == copied_at:
             shutil.copytree(url, f"{url}-copy")
-    with Checkpointer(url, make_model(), keep_last=1, on_failure="log") as checkpointer:
+    with Checkpointer(
+        url, make_model(), keep_last=1, failures=cnr_store.Failures(on_failure="log")
+    ) as checkpointer:
         checkpointer.load(tables=[])
         shutil.rmtree(url)
         shutil.copytree(f"{url}-copy", url)

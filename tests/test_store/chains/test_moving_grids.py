@@ -74,7 +74,9 @@ class Job:
             self.optimizer.step()
 
     def checkpointer(self) -> Checkpointer:
-        return Checkpointer(self.storage, self.model, self.optimizer, audit=False, **self.options)
+        return Checkpointer(
+            self.storage, self.model, self.optimizer, tracking=cnr_store.Tracking(audit=False), **self.options
+        )
 
     def save(self, checkpointer: Checkpointer, step: int, full: bool = False) -> str:
         version = checkpointer.save(step, full=full).result().id

@@ -86,7 +86,10 @@ def no_findings(url: Path) -> None:
 @pytest.mark.parametrize("policy", ["full", "one-shot", "consecutive", "intermittent", "auto"])
 def test_many_saves_and_folds_do_not_drift(tmp_path: Path, policy: str) -> None:
     """Each version gives back the codes that were written; a fold changes no bit."""
-    job, random = Job(tmp_path, RELATIVE, policy=policy, max_chain=64), np.random.default_rng(3)
+    job, random = (
+        Job(tmp_path, RELATIVE, policy=policy, retention=cnr_store.Retention(max_chain=64)),
+        np.random.default_rng(3),
+    )
     restores = {20 + each for each in random.choice(20, 13, replace=False).tolist()}
     with job.checkpointer() as checkpointer:
         for seed in range(40 * FACTOR):
@@ -157,7 +160,7 @@ def test_rows_over_an_older_version_than_the_last_are_absolute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The codes that are known are those of the last version."""
-    job = Job(tmp_path, RELATIVE, policy="auto", max_chain=2)
+    job = Job(tmp_path, RELATIVE, policy="auto", retention=cnr_store.Retention(max_chain=2))
     with job.checkpointer() as checkpointer:
         for seed in range(4):
             job.train(seed)
@@ -220,7 +223,7 @@ def test_a_table_of_zeros_whose_rows_move_later(tmp_path: Path, relative: bool) 
 def test_a_failed_save_leaves_the_codes_beneath_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(tmp_path, RELATIVE, policy="consecutive", retry_seconds=0)
+    job = Job(tmp_path, RELATIVE, policy="consecutive", failures=cnr_store.Failures(retry_seconds=0))
     with job.checkpointer() as checkpointer:
         job.save(checkpointer)
         job.train(1)

@@ -237,7 +237,9 @@ def test_chosen_tables_come_alone(tmp_path: Path) -> None:
         (same,) = (block.values for block in expected if block.name == "items.weight")
         np.testing.assert_array_equal(values, same)
     assert chosen.nbytes < everything.nbytes / 3
-    assert [rows_of(update, "items.weight") for update in cnr_store.follow(tmp_path, held, ["items"])] == [
+    assert [
+        rows_of(update, "items.weight") for update in cnr_store.follow(tmp_path, held, tables=["items"])
+    ] == [
         [3],
         [4, 5],
     ]
@@ -251,12 +253,12 @@ def test_what_has_some_tables_is_no_whole_update(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"has tables=\['items', 'users'\] alone"):
         update.apply(run.model)
     run.save(2)
-    (newer,) = cnr_store.follow(tmp_path, update, ["items"])
+    (newer,) = cnr_store.follow(tmp_path, update, tables=["items"])
     assert rows_of(newer, "items.weight")
     assert not newer.removed
     for tables in (None, ["items", "top"]):
         with pytest.raises(OptionError, match="alone: give no others"):
-            cnr_store.follow(tmp_path, update, tables)
+            cnr_store.follow(tmp_path, update, tables=tables)
     for wrong, why in (
         (["usrs"], "no array 'usrs': there are users"),
         (["top.bias"], "no table"),

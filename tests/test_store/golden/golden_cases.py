@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+import cnr_store
 from cnr_store import Checkpointer, TrackedReader
 from tests.test_store.golden import golden_histories
 from tests.test_store.golden.golden_codecs import FOLLOWED, KMEANS, UNIFORM, Odd, Roomy
@@ -25,7 +26,7 @@ def codecs(kind: str, codec: Mapping[str, Any], exact: Sequence[str], changed: S
     def make(url: Path) -> Notes:
         notes = Notes(url, tuple(f"tables/{name}/weight" for name in codec if name not in exact))
         job = JOBS[kind](1)
-        with Checkpointer(url, job.model, codec=codec, rng=False) as checkpointer:
+        with Checkpointer(url, job.model, codec=codec, job=cnr_store.Job(rng=False)) as checkpointer:
             notes.save(checkpointer, kind, job, 10)
             for at, name in enumerate(changed):
                 change(checkpointer, job, name, [0, 1, 3, 7, 8, 12, 13, 14, 21], 70 + at)
@@ -44,7 +45,7 @@ def policy(name: str, saves: int, changed: int, **options: Any) -> Make:
         draw = np.random.default_rng(5)
         options_of = {
             "policy": name,
-            "rng": False,
+            "job": cnr_store.Job(rng=False),
             **(options if "codec" in options else {"bits": {"*": 4}, **options}),
         }
         with Checkpointer(url, job.model, job.optimizers, **options_of) as checkpointer:
@@ -64,7 +65,9 @@ def changed_once(
 
     def make(url: Path) -> Notes:
         notes, job = Notes(url, lossy), JOBS[kind](1)
-        with Checkpointer(url, job.model, job.optimizers, rng=False, **options) as checkpointer:
+        with Checkpointer(
+            url, job.model, job.optimizers, job=cnr_store.Job(rng=False), **options
+        ) as checkpointer:
             notes.save(checkpointer, kind, job, 1)
             for at, (table, ids) in enumerate(changed.items()):
                 change(checkpointer, job, table, ids, at)
@@ -81,7 +84,9 @@ def widths(url: Path) -> Notes:
     expected = {"failures_per_node_hour": 0.5, "nodes": 1, "hours": 1}
     for run in range(3):
         job = JOBS["widths"](run)
-        with Checkpointer(url, job.model, expected_restores=expected, rng=False) as checkpointer:
+        with Checkpointer(
+            url, job.model, job=cnr_store.Job(expected_restores=expected, rng=False)
+        ) as checkpointer:
             if run:
                 checkpointer.load()
             change(checkpointer, job, "users", range(run, 264, 50), run)
@@ -95,7 +100,7 @@ def trained(kind: str, lossy: tuple[str, ...], rows: Mapping[str, Sequence[int]]
 
     def make(url: Path) -> Notes:
         notes, job = Notes(url, lossy), JOBS[kind](1)
-        options_of = {"policy": "consecutive", "rng": False, **options}
+        options_of = {"policy": "consecutive", "job": cnr_store.Job(rng=False), **options}
         with Checkpointer(url, job.model, job.optimizers, **options_of) as checkpointer:
             for step in range(4):
                 if step:
@@ -139,7 +144,7 @@ CASES: Mapping[str, Make] = {
     "one-shot": policy("one-shot", 3, 30),
     "consecutive": policy("consecutive", 4, 30),
     "intermittent": policy("intermittent", 6, 90),
-    "auto": policy("auto", 7, 40, restores_per_save=0.0),
+    "auto": policy("auto", 7, 40, job=cnr_store.Job(restores_per_save=0.0, rng=False)),
     "full": changed_once("bare", (), {"weight": [3, 4]}, policy="full"),
     "widths": widths,
     "elements": changed_once(
@@ -158,7 +163,9 @@ CASES: Mapping[str, Make] = {
     ),
     "large": changed_once("large", (), {}),
     "tall": golden_histories.tall,
-    "optimizers": trained("optimizers", (), _OPTIMIZED, bits=32, trusted_optimizers=[RowWise]),
+    "optimizers": trained(
+        "optimizers", (), _OPTIMIZED, bits=32, tracking=cnr_store.Tracking(trusted_optimizers=[RowWise])
+    ),
     "state-bits": trained(
         "squares",
         tuple(f"tables/by{bits}/{slot}" for bits in (2, 3, 4, 8) for slot in ("exp_avg", "exp_avg_sq")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
+import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store import Checkpointer
@@ -23,7 +24,9 @@ def main() -> None:
         return "hang" if key.startswith("versions/0") and (operation == part or part in key) else None
 
     backend = FaultyBackend(open_backend(url), fault, hang=lambda: os._exit(9))
-    with Checkpointer(backend, job.model, policy="consecutive", bits=32, rng=False) as checkpointer:
+    with Checkpointer(
+        backend, job.model, policy="consecutive", bits=32, job=cnr_store.Job(rng=False)
+    ) as checkpointer:
         checkpointer.load()
         for table in ("users", "ads"):
             job.model.get_parameter(f"{table}.weight").detach()[:5] = 1.5

@@ -33,10 +33,14 @@ def change(checkpointer: Checkpointer, job: Job, table: str, ids: Sequence[int],
 def generations(url: Path) -> Notes:
     """A save that failed, two that were killed, and a writer that another one overtook."""
     notes, job, refusing = Notes(url, ("tables/users/weight",)), JOBS["pair"](1), Refusing()
-    options: dict[str, Any] = {"policy": "consecutive", "bits": {"users": 4, "ads": 32}, "rng": False}
+    options: dict[str, Any] = {
+        "policy": "consecutive",
+        "bits": {"users": 4, "ads": 32},
+        "job": cnr_store.Job(rng=False),
+    }
     codec = {"ads": refusing}
     with Checkpointer(
-        url, job.model, codec=codec, policy="consecutive", bits={"users": 4}, rng=False
+        url, job.model, codec=codec, policy="consecutive", bits={"users": 4}, job=cnr_store.Job(rng=False)
     ) as first:
         notes.save(first, "pair", job, 1)
         change(first, job, "users", [3, 4], 1)
@@ -78,7 +82,7 @@ def _die(url: Path, part: str) -> None:
 def collected(url: Path) -> Notes:
     """Folds, a pin, and the removal of what lay beneath a fold."""
     notes, job = Notes(url, ("tables/users/weight",)), JOBS["stepped"](1)
-    options: dict[str, Any] = {"policy": "consecutive", "bits": {"*": 3}, "rng": False}
+    options: dict[str, Any] = {"policy": "consecutive", "bits": {"*": 3}, "job": cnr_store.Job(rng=False)}
     draw = np.random.default_rng(6)
     with Checkpointer(url, job.model, job.optimizers, **options) as checkpointer:
         for step in (10, 20, 30, 40, 50, 60):
@@ -102,7 +106,9 @@ def collected(url: Path) -> Notes:
 def doomed(url: Path) -> Notes:
     """A removal that failed halfway: tombstones stand, and so do the versions."""
     notes, job = Notes(url), JOBS["pair"](1)
-    with Checkpointer(url, job.model, policy="one-shot", bits=32, rng=False) as checkpointer:
+    with Checkpointer(
+        url, job.model, policy="one-shot", bits=32, job=cnr_store.Job(rng=False)
+    ) as checkpointer:
         for step in range(5):
             notes.save(checkpointer, "pair", job, step, full=step == 2)
             change(checkpointer, job, "users", [step], step)
@@ -125,7 +131,7 @@ def changing(url: Path) -> Notes:
         job = JOBS[f"changing-{number}"](number)
         bits = {"a": 8, "*": 32}
         with Checkpointer(
-            url, job.model, job.optimizers, policy="consecutive", bits=bits, rng=False
+            url, job.model, job.optimizers, policy="consecutive", bits=bits, job=cnr_store.Job(rng=False)
         ) as checkpointer:
             if number > 1:
                 checkpointer.load(strict="ignore")
@@ -157,9 +163,9 @@ def tall(url: Path) -> Notes:
     """A delta of few rows of many, over compressed ones; and its fold."""
     notes, job = Notes(url), JOBS["tall"](1)
     codec = {"tall": {"id": "cnr_rows", "then": [{"id": "zstd", "level": 9}]}}
-    with Checkpointer(url, job.model, codec=codec, rng=False) as checkpointer:
+    with Checkpointer(url, job.model, codec=codec, job=cnr_store.Job(rng=False)) as checkpointer:
         notes.save(checkpointer, "tall", job, 1)
-    with Checkpointer(url, job.model, bits=32, rng=False) as checkpointer:
+    with Checkpointer(url, job.model, bits=32, job=cnr_store.Job(rng=False)) as checkpointer:
         checkpointer.load()
         change(checkpointer, job, "tall", [5, 69_990], 1)
         notes.save(checkpointer, "tall", job, 2)
@@ -172,8 +178,8 @@ def relative(url: Path) -> Notes:
     notes, job = Notes(url, ("tables/users/weight", "tables/users/exp_avg*")), JOBS["averaged"](1)
     options: dict[str, Any] = {
         "policy": "consecutive",
-        "max_chain": None,
-        "rng": False,
+        "retention": cnr_store.Retention(max_chain=None),
+        "job": cnr_store.Job(rng=False),
         "state_bits": {"users": "m3"},
     }
     codec = {"users": {"id": "cnr_lattice", "rms_step": 0.28, "relative": True}}
@@ -188,7 +194,11 @@ def relative(url: Path) -> Notes:
 def moving(url: Path) -> Notes:
     """Deltas of state whose floating grids move with it, over more than an octave, and the fold of one of them."""
     notes, job = Notes(url, ("tables/users/weight", "tables/users/exp_avg*")), JOBS["decaying"](1)
-    options: dict[str, Any] = {"policy": "consecutive", "max_chain": None, "rng": False}
+    options: dict[str, Any] = {
+        "policy": "consecutive",
+        "retention": cnr_store.Retention(max_chain=None),
+        "job": cnr_store.Job(rng=False),
+    }
     codec = {"users": {"id": "cnr_lattice", "rms_step": 0.28, "relative": True}}
     train(job, {"users": [*range(0, 600, 2)]})
     with Checkpointer(

@@ -256,7 +256,11 @@ def test_each_store_is_sound(golden: Golden) -> None:
 def test_training_goes_on_from_each_store(golden: Golden, tmp_path: Path) -> None:
     url, newest = _copied(golden, tmp_path), golden.versions[-1]
     job, other = JOBS[newest["job"]](2), JOBS[newest["job"]](3)
-    options: dict[str, Any] = {"bits": 32, "policy": "consecutive", "rng": newest["rng"] is not None}
+    options: dict[str, Any] = {
+        "bits": 32,
+        "policy": "consecutive",
+        "job": cnr_store.Job(rng=newest["rng"] is not None),
+    }
     with cnr_store.Checkpointer(url, job.model, job.optimizers, state=job.objects, **options) as checkpointer:
         checkpointer.load()
         for path, key in {path: key for key, path in reversed(model_paths(job.model).items())}.items():

@@ -146,7 +146,7 @@ def test_the_end_is_saved_though_a_save_is_under_way(tmp_path: Path) -> None:
     place = str(tmp_path / "store")
     backend = FaultyBackend(open_backend(place), stands_still)
     # The end opens the storage before the callback that saves comes to its turn.
-    fit(tmp_path, Ends(), CnrCheckpoint(backend, 2, overlap="skip"), max_epochs=1)
+    fit(tmp_path, Ends(), CnrCheckpoint(backend, 2, limits=cnr_store.Limits(overlap="skip")), max_epochs=1)
     assert [version.step for version in cnr_store.versions(place)] == [2, BATCHES]
 
 
@@ -184,11 +184,19 @@ def test_a_run_that_has_ended_is_gone_on_with(tmp_path: Path) -> None:
         ({"every_n_steps": 0}, "every_n_steps"),
         ({}, "every_n_steps or every_n_minutes"),
         ({"every_n_minutes": -1}, "every_n_minutes"),
+        ({"every_n_steps": 1, "overlap": "skip"}, r"limits=cnr_store\.Limits\(overlap='skip'\)"),
+        ({"every_n_stps": 1}, r"did you mean every_n_steps="),
+        ({"every_n_steps": 1, "retention": {"keep_every": 3}}, r"give cnr_store\.Retention"),
         ({"every_n_steps": 1, "save_top_k": 2}, "needs monitor="),
         ({"every_n_steps": 1, "monitor": "auc", "save_top_k": 0}, "keep_best"),
         ({"every_n_steps": 1, "monitor": "auc", "mode": "best", "save_top_k": 1}, "keep_best"),
         (
-            {"every_n_steps": 1, "monitor": "auc", "save_top_k": 1, "keep_best": ("auc", "max", 1)},
+            {
+                "every_n_steps": 1,
+                "monitor": "auc",
+                "save_top_k": 1,
+                "retention": cnr_store.Retention(keep_best=("auc", "max", 1)),
+            },
             "no keep_best=",
         ),
     ],
@@ -215,7 +223,14 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     scores = {2: 0.5, 4: 0.9, 6: 0.7, 8: 0.6}
     callback = CnrCheckpoint(
-        url, 2, monitor="score", mode="max", save_top_k=1, policy="full", keep_last=1, max_chain=None
+        url,
+        2,
+        monitor="score",
+        mode="max",
+        save_top_k=1,
+        policy="full",
+        keep_last=1,
+        retention=cnr_store.Retention(max_chain=None),
     )
     fit(tmp_path, callback, module=ScoredModule(scores), max_epochs=1)
     found = {version.step: version.metadata["score"] for version in cnr_store.versions(url)}
@@ -287,7 +302,9 @@ def test_an_optimizer_of_ones_own_can_be_trusted(
     # Once there was an optimizer of the class beneath, torch calls the hooks of its step, too.
     torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
     module = OwnOptimizer()
-    saves = CnrCheckpoint(url, 2, policy="consecutive", bits=32, trusted_optimizers=trusted)
+    saves = CnrCheckpoint(
+        url, 2, policy="consecutive", bits=32, tracking=cnr_store.Tracking(trusted_optimizers=trusted)
+    )
     fit(tmp_path, saves, max_epochs=1, module=module)
     assert all(version.rows < 200 for version in cnr_store.versions(url)[1:])
     assert ("compared with what is stored: OnAnother" in caplog.text) != bool(trusted)

@@ -99,7 +99,13 @@ def test_a_sigterm_does_not_wait_for_storage_that_is_away(tmp_path: Path) -> Non
             nonlocal is_away
             is_away = trainer.global_step > 5
 
-    checkpoint = CnrCheckpoint(backend, 5, bits=32, retry_seconds=86_400, overlap="skip")
+    checkpoint = CnrCheckpoint(
+        backend,
+        5,
+        bits=32,
+        failures=cnr_store.Failures(retry_seconds=86_400),
+        limits=cnr_store.Limits(overlap="skip"),
+    )
     with pytest.raises(SIGTERMException):
         fit(tmp_path, checkpoint, GoesAway(), ToldToEnd("on_train_batch_end", 12))
     assert {version.step for version in cnr_store.versions(tmp_path / "store")} <= {5}

@@ -59,7 +59,9 @@ def test_a_model_checkpoint_keeps_the_versions_of_its_markers(tmp_path: Path) ->
     best = ModelCheckpoint(
         tmp_path / "best", monitor="score", save_top_k=2, mode="max", every_n_train_steps=1
     )
-    saves = CnrCheckpoint(url, 100, bits=32, keep_last=1, max_chain=None, policy="full")
+    saves = CnrCheckpoint(
+        url, 100, bits=32, keep_last=1, retention=cnr_store.Retention(max_chain=None), policy="full"
+    )
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4)))
     options: dict[str, Any] = {"validation": loader, "num_sanity_val_steps": 0, "enable_checkpointing": True}
     module, _ = fit(tmp_path, saves, best, module=Scored(), max_epochs=1, **options)
@@ -94,7 +96,7 @@ def test_the_last_checkpoint_is_the_newest_version(tmp_path: Path, stop: int) ->
 
 def test_the_first_save_of_a_resumed_fit_is_a_delta(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
-    options: dict[str, Any] = {"policy": "consecutive", "max_chain": None}
+    options: dict[str, Any] = {"policy": "consecutive", "retention": cnr_store.Retention(max_chain=None)}
     with pytest.raises(StopsError):
         fit(tmp_path, CnrCheckpoint(url, 2, **options), StopsAt(3))
     with pytest.raises(StopsError):

@@ -76,7 +76,12 @@ def test_the_best_version_holds_the_weights_that_were_validated(
     tmp_path: Path, every: int, policy: str, check: dict[str, Any]
 ) -> None:
     url = str(tmp_path / "store")
-    options: dict[str, Any] = {"policy": policy, "bits": 32, "keep_last": 1, "max_chain": None}
+    options: dict[str, Any] = {
+        "policy": policy,
+        "bits": 32,
+        "keep_last": 1,
+        "retention": cnr_store.Retention(max_chain=None),
+    }
     callback = CnrCheckpoint(url, every, monitor="score", mode="max", save_top_k=1, **options)
     module = validated(tmp_path, callback, **check)
     best = max(module.validated, key=lambda step: module.validated[step][0])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing import FaultyBackend
 from cnr_store import Checkpointer, OptionError, SaveError
@@ -76,7 +77,9 @@ def test_a_meter_of_opentelemetry_counts_and_measures() -> None:
     )
     with (
         pytest.raises(SaveError),
-        Checkpointer(backend, model, None, on_done=log, retry_seconds=0) as failing,
+        Checkpointer(
+            backend, model, None, on_done=log, failures=cnr_store.Failures(retry_seconds=0)
+        ) as failing,
     ):
         failing.save(3).result()
     [scope] = reader.get_metrics_data().resource_metrics[0].scope_metrics
@@ -104,7 +107,9 @@ def test_a_failed_save_is_logged() -> None:
         lambda operation, key, _: "before" if key.endswith("manifest") else None,
     )
     model = torch.nn.EmbeddingBag(100, 4, sparse=True)
-    checkpointer = Checkpointer(backend, model, None, on_done=log_to(run), retry_seconds=0)
+    checkpointer = Checkpointer(
+        backend, model, None, on_done=log_to(run), failures=cnr_store.Failures(retry_seconds=0)
+    )
     with pytest.raises(SaveError):
         checkpointer.save(3).result()
     checkpointer.close()

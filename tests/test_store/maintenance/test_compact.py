@@ -107,7 +107,9 @@ def history(
 ) -> list[Arrays]:
     """Save a model again and again; what each version reads as."""
     rng, model, found = np.random.default_rng(seed), Tables(), []
-    with Checkpointer(url, model, None, policy=policy, rng=False, **bits_of(codec)) as checkpointer:
+    with Checkpointer(
+        url, model, None, policy=policy, job=cnr_store.Job(rng=False), **bits_of(codec)
+    ) as checkpointer:
         for step in range(saves):
             if step:
                 model.change(rng, checkpointer, rng.choice([0.01, 0.1, 0.6]))
@@ -170,7 +172,7 @@ def test_codes_are_copied_and_chunks_have_few_segments(url: str) -> None:
     record = catalog.find()
     fold = catalog.find_fold(record.id)
     assert fold is not None
-    with Checkpointer(url, Tables(), None, rng=False, **bits_of(4)) as checkpointer:
+    with Checkpointer(url, Tables(), None, job=cnr_store.Job(rng=False), **bits_of(4)) as checkpointer:
         checkpointer.load()
         whole = catalog.record(checkpointer.save(99, full=True).result().id)
     for path, entry in fold.arrays.items():
@@ -215,10 +217,10 @@ def test_a_fold_over_a_fold(url: str) -> None:
 def test_a_table_that_grew_is_cut_for_its_new_size(url: str) -> None:
     """The whole link is of the small table; rows beyond it are in the delta."""
     small, large = nn.Embedding(4, 8, sparse=True), nn.Embedding(5000, 8, sparse=True)
-    with Checkpointer(url, small, None, bits={"weight": 4}, rng=False) as checkpointer:
+    with Checkpointer(url, small, None, bits={"weight": 4}, job=cnr_store.Job(rng=False)) as checkpointer:
         checkpointer.save(0).result()
     backend = open_backend(url)
-    with Checkpointer(url, large, None, bits={"weight": 4}, rng=False) as checkpointer:
+    with Checkpointer(url, large, None, bits={"weight": 4}, job=cnr_store.Job(rng=False)) as checkpointer:
         checkpointer.save(1).result()
     # What a job that grows a table in place writes: every new row is in the delta.
     first, second = cnr_store.versions(url)
@@ -244,14 +246,16 @@ def test_saves_after_a_fold_lean_on_the_folded_version(url: str) -> None:
     version = compact(url).version
     model, rng = Tables(), np.random.default_rng(5)
     for policy in ("consecutive", "one-shot", "intermittent"):
-        with Checkpointer(url, model, None, policy=policy, rng=False, **bits_of(4)) as checkpointer:
+        with Checkpointer(
+            url, model, None, policy=policy, job=cnr_store.Job(rng=False), **bits_of(4)
+        ) as checkpointer:
             checkpointer.load(version)
             model.change(rng, checkpointer, 0.1)
             info = checkpointer.save(9).result()
         record = Catalog(open_backend(url)).record(info.id)
         assert record.needs == (version,)
         other = Tables()
-        with Checkpointer(url, other, None, rng=False) as checkpointer:
+        with Checkpointer(url, other, None, job=cnr_store.Job(rng=False)) as checkpointer:
             assert checkpointer.load().version.id == info.id
         written = {path: entry for path, entry in record.arrays.items() if entry.kind == "delta"}
         assert written
@@ -350,7 +354,9 @@ def test_a_damaged_link_is_named_and_nothing_becomes_visible(url: str) -> None:
 
 def test_columns_cut_apart_are_refused(url: str) -> None:
     model = nn.Embedding(64, 8, sparse=True)
-    with Checkpointer(url, model, None, policy="consecutive", bits=32, rng=False) as checkpointer:
+    with Checkpointer(
+        url, model, None, policy="consecutive", bits=32, job=cnr_store.Job(rng=False)
+    ) as checkpointer:
         checkpointer.save(0).result()
         checkpointer.touch("weight", [3])
         checkpointer.save(1).result()

@@ -47,7 +47,11 @@ class Two(nn.Module):
 def stored() -> tuple[Objects, Arrays]:
     """The objects of a store whose newest version leans on others, and what that version reads as."""
     url, model = f"memory://{uuid.uuid4().hex}", Two()
-    options: dict[str, Any] = {"policy": "consecutive", "codec": {"item": RELATIVE}, "rng": False}
+    options: dict[str, Any] = {
+        "policy": "consecutive",
+        "codec": {"item": RELATIVE},
+        "job": cnr_store.Job(rng=False),
+    }
     with Checkpointer(url, model, None, **options) as checkpointer:
         for step in range(4):
             with torch.no_grad():

@@ -179,7 +179,10 @@ def test_what_is_kept_and_what_is_left(prepared: Prepared, root: str) -> None:
     prepared.finish(backend)
     assert check_exact(backend, contents(prepared.copy(f"{root}/before"))) == prepared.kept
     model, optimizers = make_model("adagrad", seed=0)
-    assert cnr_store.load(backend, model, optimizers, rng=False).version.id == prepared.kept[-1]
+    assert (
+        cnr_store.load(backend, model, optimizers, job=cnr_store.Job(rng=False)).version.id
+        == prepared.kept[-1]
+    )
 
 
 @pytest.mark.some_by_day(2)

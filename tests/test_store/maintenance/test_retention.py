@@ -123,7 +123,7 @@ def test_a_fold_that_was_removed_is_trusted_no_more(backend: Backend) -> None:
 
 @pytest.mark.slow
 def test_a_job_keeps_so_many_versions(backend: Backend) -> None:
-    with_rules = Trainer(backend, keep_last=2, keep_every=4)
+    with_rules = Trainer(backend, keep_last=2, retention=cnr_store.Retention(keep_every=4))
     expected = {}
     for step in range(1, 12):
         version = with_rules.save(step, full=step % 3 == 0)
@@ -132,7 +132,7 @@ def test_a_job_keeps_so_many_versions(backend: Backend) -> None:
     assert steps(backend) == [3, 4, 6, 7, 8, 9, 10, 11]
     check_exact(backend, expected)
     model, optimizers = make_model("adagrad", seed=0)
-    assert cnr_store.load(backend, model, optimizers, rng=False).step == 11
+    assert cnr_store.load(backend, model, optimizers, job=cnr_store.Job(rng=False)).step == 11
     for here, there in zip(model.parameters(), with_rules.model.parameters(), strict=True):
         assert here.shape == there.shape
         assert torch.isfinite(here).all()
@@ -192,7 +192,9 @@ def test_a_version_that_goes_while_it_is_read_is_said_to_be_gone(backend: Backen
     reads: dict[str, Callable[[Backend], object]] = {
         "open": lambda there: values_of(cnr_store.open(there, 1), "tables/items/weight"),
         "state_dict": lambda there: cnr_store.state_dict(there, 1),
-        "load": lambda there: cnr_store.load(there, *make_model("adagrad", 0), version=1, rng=False),
+        "load": lambda there: cnr_store.load(
+            there, *make_model("adagrad", 0), version=1, job=cnr_store.Job(rng=False)
+        ),
     }
     with pytest.raises(VersionNotFoundError, match="removed while it was read"):
         reads[how](FaultyBackend(backend, remove, reads=True))

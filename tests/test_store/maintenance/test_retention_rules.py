@@ -109,7 +109,9 @@ def test_the_best_stay(backend: Backend, rules: dict[str, Any], kept: list[int])
 def test_figures_of_any_library_count(backend: Backend, number: Callable[[int], object]) -> None:
     for step, auc in enumerate((90, 80, 70, 10)):
         trained = make_model("sgd", 1)
-        with Checkpointer(backend, *trained, policy="full", keep_best=("auc", "max", 2)) as checkpointer:
+        with Checkpointer(
+            backend, *trained, policy="full", retention=cnr_store.Retention(keep_best=("auc", "max", 2))
+        ) as checkpointer:
             checkpointer.resume()
             checkpointer.save(step, metadata={"auc": number(auc), "too large": 10**400}).result()
     is_number = not isinstance(number(1), list)
@@ -119,7 +121,9 @@ def test_figures_of_any_library_count(backend: Backend, number: Callable[[int], 
 def test_versions_without_the_figure_are_told_of_once(
     backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(backend, *make_model("sgd", 1), keep_best=("auc", "max", 2)) as checkpointer:
+    with Checkpointer(
+        backend, *make_model("sgd", 1), retention=cnr_store.Retention(keep_best=("auc", "max", 2))
+    ) as checkpointer:
         checkpointer.save(1, metadata={"auc": 0.5}).result()
         assert not caplog.records
         checkpointer.save(2, metadata={"acu": 0.5}).result()
@@ -131,7 +135,9 @@ def test_versions_without_the_figure_are_told_of_once(
 
 
 def test_a_job_keeps_the_best_and_what_they_need(backend: Backend) -> None:
-    trainer = Trainer(backend, policy="consecutive", keep_last=1, keep_best=("auc", "max", 1))
+    trainer = Trainer(
+        backend, policy="consecutive", keep_last=1, retention=cnr_store.Retention(keep_best=("auc", "max", 1))
+    )
     checkpointer = trainer.checkpointer
     for step, auc in enumerate((0.1, 0.2, 0.9, 0.3, 0.4), 1):
         checkpointer.touch("users", [step])
@@ -154,7 +160,8 @@ def test_rules_out_of_range_are_refused(backend: Backend, rules: dict[str, Any])
     with pytest.raises(OptionError, match=name):
         cnr_store.gc(backend, **rules)
     with pytest.raises(OptionError, match=name):
-        Checkpointer(backend, *make_model("sgd", 1), **rules)
+        of_group = {} if name == "keep_last" else {"retention": cnr_store.Retention(**rules)}
+        Checkpointer(backend, *make_model("sgd", 1), **(of_group or rules))
     with pytest.raises(OptionError, match="grace_seconds"):
         cnr_store.gc(backend, grace_seconds=-1)
 

@@ -390,7 +390,9 @@ def test_long_chains_are_followed_once(tmp_path: Path, monkeypatch: pytest.Monke
     """Not from each version all the way down again."""
     steps = 0
     table = torch.nn.Embedding(50, 4, sparse=True)
-    with cnr_store.Checkpointer(tmp_path, table, policy="consecutive", bits=32, rng=False) as checkpointer:
+    with cnr_store.Checkpointer(
+        tmp_path, table, policy="consecutive", bits=32, job=cnr_store.Job(rng=False)
+    ) as checkpointer:
         for step in range(12):
             checkpointer.touch("weight", [step])
             checkpointer.save(step).result()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import cnr_store
 from cnr_backends import open_backend
 from cnr_store import ModelMismatchError, SaveError
 from cnr_store.catalog.catalog import Catalog
@@ -180,8 +181,8 @@ def test_ranks_store_and_load_what_one_process_does(seed: int) -> None:
         codecs, policy = (RELATIVE,), ("consecutive", "one-shot")[seed // 4 % 2]
     options = {
         "policy": policy,
-        "snapshot_bytes": int(random.choice([1 << 30, 1 << 30, 3000, 0])),
-        "max_chain": None,
+        "limits": cnr_store.Limits(snapshot_bytes=int(random.choice([1 << 30, 1 << 30, 3000, 0]))),
+        "retention": cnr_store.Retention(max_chain=None),
         **codecs[random.integers(len(codecs))],
     }
     step = 0
@@ -246,8 +247,8 @@ class LosslessHistory:
         options: dict[str, Any] = {
             "policy": POLICIES[random.integers(len(POLICIES))],
             "bits": 32,
-            "snapshot_bytes": int(random.choice([1 << 30, 3000, 0])),
-            "max_chain": [None, 1, 2][random.integers(3)],
+            "limits": cnr_store.Limits(snapshot_bytes=int(random.choice([1 << 30, 3000, 0]))),
+            "retention": cnr_store.Retention(max_chain=[None, 1, 2][random.integers(3)]),
             "keep_last": None if self.keeps_all else int(random.integers(1, 4)),
         }
         with ThreadJob(url, world, self.kinds, cuts, **options) as job:

@@ -141,7 +141,11 @@ def live(
     model = GridModel(rank, world, is_adam)
     trouble, backend = prepare(url, phase if rank == victim else "", how, rank)
     options: dict[str, Any] = {"codec": {"*": RELATIVE}, "bits": "auto", "state_bits": {"*": "m3"}}
-    options |= {"policy": policy, "max_chain": 64, "timeout_seconds": TIMEOUT_SECONDS}
+    options |= {
+        "policy": policy,
+        "retention": cnr_store.Retention(max_chain=64),
+        "failures": cnr_store.Failures(timeout_seconds=TIMEOUT_SECONDS),
+    }
     checkpointer = checkpointer_of(model, backend, **options)
 
     def load(step: int, version: str) -> None:

@@ -130,7 +130,11 @@ def test_ranks_wait_for_a_fold_that_takes_long(url: str, monkeypatch: pytest.Mon
         time.sleep(3 * TIMEOUT_SECONDS)
         return fold(*arguments)
 
-    with SmallJob(url, timeout_seconds=TIMEOUT_SECONDS, max_chain=1) as job:
+    with SmallJob(
+        url,
+        timeout_seconds=TIMEOUT_SECONDS,
+        retention=cnr_store.Retention(max_chain=1),
+    ) as job:
         job.save(1)
         job.train(2)
         monkeypatch.setattr(auto_maintenance, "fold", fold_slowly)

@@ -48,7 +48,7 @@ def save_stats(job: SmallJob, step: int) -> list[SaveStats]:
 @pytest.mark.slow
 def test_all_ranks_count_the_same(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     folds = 0
-    with SmallJob(url, 3, max_chain=2) as job:
+    with SmallJob(url, 3, retention=cnr_store.Retention(max_chain=2)) as job:
         for step in range(1, 9):
             first, *others = save_stats(job, step)
             for other in others:

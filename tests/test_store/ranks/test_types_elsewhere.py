@@ -33,7 +33,9 @@ def test_ranks_learn_the_type_of_what_others_have(
         "C": Cut((0,), (Piece(0, 150, 0, 8, 1), Piece(150, 250, 0, 8, 2))),
     }
     alone = {kind.name: cuts[kind.name].alone(kind.rows, kind.dim) for kind in kinds}
-    with ThreadJob(url, 3, kinds, cuts, policy=policy, bits=32, audit=False) as job:
+    with ThreadJob(
+        url, 3, kinds, cuts, policy=policy, bits=32, tracking=cnr_store.Tracking(audit=False)
+    ) as job:
         truth = job.new_truth(random)
         job.fill(truth)
         for step in range(1, SAVES + 1):
@@ -44,6 +46,6 @@ def test_ranks_learn_the_type_of_what_others_have(
             job.save(step)
     assert cnr_store.verify(tmp_path, deep=True).ok
     for world, where in ((1, alone), (3, cuts)):
-        with ThreadJob(url, world, kinds, where, bits=32, audit=False) as other:
+        with ThreadJob(url, world, kinds, where, bits=32, tracking=cnr_store.Tracking(audit=False)) as other:
             other.load()
             assert_same(other.found(), truth)

@@ -250,9 +250,8 @@ def test_what_is_chosen_is_loaded_and_nothing_else_changes(
     options: dict[str, Any] = {
         "policy": policy,
         "bits": 32,
-        "restores_per_save": 0,
-        "workers": 1,
-        "rng": False,
+        "job": cnr_store.Job(restores_per_save=0, rng=False),
+        "limits": cnr_store.Limits(workers=1),
     }
     source, versions = Model(stored, 1), []
     with Checkpointer(url, source, source.optimizers, **options) as checkpointer:

@@ -56,7 +56,12 @@ class Histories(RuleBasedStateMachine):
         def fault(operation: str, key: str, _: int) -> Fault:
             return self.failing if operation == "put" and key.endswith("/manifest") else None
 
-        return Trainer(FaultyBackend(self.backend, fault), self.runs, policy=policy, restores_per_save=0)
+        return Trainer(
+            FaultyBackend(self.backend, fault),
+            self.runs,
+            policy=policy,
+            job=cnr_store.Job(restores_per_save=0, rng=False),
+        )
 
     def committed(self, version: str) -> None:
         record = Catalog(self.backend).record(version)

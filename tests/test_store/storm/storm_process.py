@@ -73,7 +73,7 @@ def train(job: Job) -> None:
         **({"codec": RELATIVE} if draw.random() < 0.6 else {"bits": 32}),
         policy=job["policy"],
         keep_last=job["keep_last"],
-        max_chain=job["max_chain"],
+        retention=cnr_store.Retention(max_chain=job["max_chain"]),
     )
     previous, step = _load(checkpointer, model)
     journal.write("loaded", version=previous)

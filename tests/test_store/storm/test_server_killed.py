@@ -47,7 +47,12 @@ def train_through_outages(server: S3Server, seed: int, outages: int) -> Counter[
     committed: list[str] = []
     step = 0
     with Checkpointer(
-        url, model, bits=32, policy="consecutive", storage_options=options, retry_seconds=1
+        url,
+        model,
+        bits=32,
+        policy="consecutive",
+        storage_options=options,
+        failures=cnr_store.Failures(retry_seconds=1),
     ) as checkpointer:
         while counts["outages"] < outages:
             committed.append(_save_at_last(checkpointer, step := step + 1, digest(model)))

@@ -24,7 +24,12 @@ class Trainer:
 
     def __init__(self, backend: Backend, seed: int = 1, **options: Any) -> None:
         self.model, self.optimizers = make_model("adagrad", seed)
-        defaults: dict[str, Any] = {"policy": "consecutive", "bits": 4, "rng": False, "workers": 1}
+        defaults: dict[str, Any] = {
+            "policy": "consecutive",
+            "bits": 4,
+            "job": cnr_store.Job(rng=False),
+            "limits": cnr_store.Limits(workers=1),
+        }
         self.checkpointer = Checkpointer(backend, self.model, self.optimizers, **{**defaults, **options})
         self._draw = np.random.default_rng(seed)
 

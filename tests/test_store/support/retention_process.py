@@ -81,7 +81,7 @@ def train(job: Job, backend: Backend) -> None:
 def once(job: Job, backend: Backend) -> None:
     """Load with `cnr_store.load`, and save with `cnr_store.save`."""
     trainer = Trainer(backend, seed=job["seed"])
-    options: dict[str, Any] = {"rng": False, "bits": 32}
+    options: dict[str, Any] = {"job": cnr_store.Job(rng=False), "bits": 32}
     if job["back"] is not None:
         cnr_store.load(backend, trainer.model, trainer.optimizers, **options)
     reach(job, "loaded")

@@ -89,10 +89,8 @@ class Job:
             bits="auto" if self.setting.bits == "relative" else self.setting.bits,
             codec=RELATIVE if self.setting.bits == "relative" else None,
             state_bits=self.setting.state_bits,
-            restores_per_save=self.setting.restores_per_save,
-            workers=self.setting.workers,
-            snapshot_bytes=self.setting.snapshot_bytes,
-            rng=False,
+            job=cnr_store.Job(restores_per_save=self.setting.restores_per_save, rng=False),
+            limits=cnr_store.Limits(workers=self.setting.workers, snapshot_bytes=self.setting.snapshot_bytes),
         )
 
     def train(self, ids: Ids) -> None:

@@ -187,10 +187,13 @@ def test_memory_laid_out_otherwise_is_no_shared_memory(tmp_path: Path) -> None:
         ({"codec": {"t": "nope"}}, "unknown codec 'nope'"),
         ({"codec": 3}, "expected a codec's name, configuration or object"),
         ({"codec": "cnr_uniform", "bits": 4}, "give the width in the codec's configuration alone"),
-        ({"workers": 0}, "workers=0: give an integer of at least 1"),
-        ({"workers": 1.5}, "workers=1.5: give an integer"),
-        ({"snapshot_bytes": -1}, "snapshot_bytes=-1: give an integer of at least 0"),
-        ({"workers": 10**5000}, "workers=.an integer of 16610 bits.: give an integer of at least 1"),
+        ({"limits": {"workers": 0}}, "workers=0: give an integer of at least 1"),
+        ({"limits": {"workers": 1.5}}, "workers=1.5: give an integer"),
+        ({"limits": {"snapshot_bytes": -1}}, "snapshot_bytes=-1: give an integer of at least 0"),
+        (
+            {"limits": {"workers": 10**5000}},
+            "workers=.an integer of 16610 bits.: give an integer of at least 1",
+        ),
         (
             {"state": {"clock": 3}},
             "state 'clock': an object of type int has no .*: put arrays into an object that has them",
@@ -202,12 +205,17 @@ def test_memory_laid_out_otherwise_is_no_shared_memory(tmp_path: Path) -> None:
         ({"state": [3]}, "state is of type list; give"),
         ({"state": {1: nn.Linear(2, 2)}}, "state: the name 1 is of type int; give a string"),
         ({"state": {"clock": nn.Linear}}, "state 'clock': Linear is a class; give an object of it"),
-        ({"restores_per_save": 10**400}, "restores_per_save=.an integer of 1329 bits.; give a number"),
+        (
+            {"job": {"restores_per_save": 10**400}},
+            "restores_per_save=.an integer of 1329 bits.; give a number",
+        ),
     ],
 )
 def test_option_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    groups = {"limits": cnr_store.Limits, "job": cnr_store.Job}
     with pytest.raises(OptionError, match=message):
-        Checkpointer(tmp_path / "new", make_model(), **options)
+        given = {name: groups[name](**value) if name in groups else value for name, value in options.items()}
+        Checkpointer(tmp_path / "new", make_model(), **given)
     assert not (tmp_path / "new").exists()
 
 

@@ -113,7 +113,7 @@ def check_history(
     for life in range(2):
         job = make()
         with cnr_store.Checkpointer(
-            url, job.model, job.optimizer, unloaded="warn", **options
+            url, job.model, job.optimizer, job=cnr_store.Job(unloaded="warn"), **options
         ) as checkpointer:
             checkpointer.resume()
             for step in range(3 * life, 3 * life + 3):
@@ -294,7 +294,7 @@ def test_a_whole_save_that_fails_leaves_what_deltas_are_compared_with(tmp_path: 
         ),
     )
     with cnr_store.Checkpointer(
-        backend, job.model, job.optimizer, policy=policy, retry_seconds=0
+        backend, job.model, job.optimizer, policy=policy, failures=cnr_store.Failures(retry_seconds=0)
     ) as checkpointer:
         job.train(0)
         checkpointer.save(0).result()
@@ -318,7 +318,7 @@ def test_hooks_and_comparison_go_on_from_one_another(tmp_path: Path, momenta: An
     for life, momentum in enumerate(momenta):
         job = Job(sgd)
         with cnr_store.Checkpointer(
-            tmp_path, job.model, job.optimizer, policy=policy, unloaded="warn"
+            tmp_path, job.model, job.optimizer, policy=policy, job=cnr_store.Job(unloaded="warn")
         ) as checkpointer:
             checkpointer.resume()
             job.optimizer.param_groups[0]["momentum"] = momentum

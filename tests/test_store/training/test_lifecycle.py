@@ -87,7 +87,7 @@ def test_an_interrupt_while_rows_are_read_commits_nothing_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C arrives while the background still reads the model, as in a notebook; then training goes on."""
-    job = Job(tmp_path, snapshot_bytes=0)
+    job = Job(tmp_path, limits=cnr_store.Limits(snapshot_bytes=0))
     job.checkpointer.save(0).result()
     job.step(3, 4)
     gather, interrupted = tensors.gather, threading.Event()

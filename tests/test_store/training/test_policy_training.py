@@ -91,7 +91,7 @@ def test_auto_mixes_deltas_and_writes_less_than_intermittent(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_auto_writes_no_chains_where_restores_abound(tmp_path: Path) -> None:
-    found = run(tmp_path, {"policy": "auto", "restores_per_save": 1000.0})
+    found = run(tmp_path, {"policy": "auto", "job": cnr_store.Job(restores_per_save=1000.0)})
     assert {one["since"] for one in found} == {"baseline"}
 
 
@@ -101,7 +101,9 @@ def test_bits_follow_the_restores(tmp_path: Path) -> None:
     widths = []
     for restart in range(4):
         model, optimizer = make()
-        with Checkpointer(tmp_path, model, optimizer, expected_restores=expected) as checkpointer:
+        with Checkpointer(
+            tmp_path, model, optimizer, job=cnr_store.Job(expected_restores=expected)
+        ) as checkpointer:
             if restart:
                 checkpointer.load()
             info = checkpointer.save(restart, full=True).result()
@@ -115,7 +117,9 @@ def test_bits_follow_the_restores(tmp_path: Path) -> None:
 
 def test_widths_that_are_given_leave_nothing_to_expectations(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="only with bits='auto'"):
-        Checkpointer(tmp_path, make()[0], bits=4, expected_restores=ExpectedRestores(0.01, 1, 1))
+        Checkpointer(
+            tmp_path, make()[0], bits=4, job=cnr_store.Job(expected_restores=ExpectedRestores(0.01, 1, 1))
+        )
     cnr_store.save(tmp_path, make()[0], bits=4)
     assert policies_of(tmp_path)[0]["bits"] is None
 

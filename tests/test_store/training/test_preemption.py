@@ -19,7 +19,7 @@ from tests.test_store.support.lasting_store import assert_newest, change, make_m
 
 def test_a_signal_ends_the_loop_with_a_save(tmp_path: Path) -> None:
     model = make_model()
-    with Checkpointer(tmp_path, model, bits=32, overlap="skip") as checkpointer:
+    with Checkpointer(tmp_path, model, bits=32, limits=cnr_store.Limits(overlap="skip")) as checkpointer:
         with checkpointer.preemption() as preempted:
             for step in range(1, 100):
                 change(checkpointer, model, [step])

@@ -21,12 +21,18 @@ def objects(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("options", [{}, {"on_failure": "log", "overlap": "skip"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"failures": cnr_store.Failures(on_failure="log"), "limits": cnr_store.Limits(overlap="skip")}],
+    ids=str,
+)
 def test_a_save_is_refused_until_a_version_was_loaded(tmp_path: Path, options: dict[str, Any]) -> None:
     model = make_model(3)
     with lasting_store(tmp_path):
         before = objects(tmp_path)
-        with Checkpointer(tmp_path, model, bits=32, unloaded="raise", **options) as checkpointer:
+        with Checkpointer(
+            tmp_path, model, bits=32, job=cnr_store.Job(unloaded="raise"), **options
+        ) as checkpointer:
             for _ in range(2):
                 with pytest.raises(OptionError, match=REFUSED):
                     checkpointer.save(10)
@@ -41,18 +47,18 @@ def test_a_save_is_refused_until_a_version_was_loaded(tmp_path: Path, options: d
 @pytest.mark.slow
 def test_of_a_load_of_weights_alone_a_save_goes_on(tmp_path: Path) -> None:
     with lasting_store(tmp_path):
-        with Checkpointer(tmp_path, make_model(3), unloaded="raise") as checkpointer:
+        with Checkpointer(tmp_path, make_model(3), job=cnr_store.Job(unloaded="raise")) as checkpointer:
             checkpointer.load(tables="t")
             assert checkpointer.save(10).result().step == 10
 
 
 def test_a_store_without_versions_is_one_to_begin_in(tmp_path: Path) -> None:
     """Also where an earlier run has claimed it, and saved nothing."""
-    with Checkpointer(tmp_path, make_model(), unloaded="raise") as checkpointer:
+    with Checkpointer(tmp_path, make_model(), job=cnr_store.Job(unloaded="raise")) as checkpointer:
         assert checkpointer.resume() == 0
         checkpointer._saves.writer.hold(checkpointer._saves.planner.lineage)
     assert objects(tmp_path / "writers")
-    with Checkpointer(tmp_path, make_model(), unloaded="raise") as checkpointer:
+    with Checkpointer(tmp_path, make_model(), job=cnr_store.Job(unloaded="raise")) as checkpointer:
         assert checkpointer.save(1).result().step == 1
 
 
@@ -60,8 +66,13 @@ def test_who_saves_once_may_name_what_it_follows(tmp_path: Path) -> None:
     with lasting_store(tmp_path):
         newest = cnr_store.versions(tmp_path)[-1]
         with pytest.raises(OptionError, match=REFUSED):
-            cnr_store.save(tmp_path, make_model(), step=10, unloaded="raise")
-        assert cnr_store.save(tmp_path, make_model(), step=10, unloaded="raise", after=newest).step == 10
+            cnr_store.save(tmp_path, make_model(), step=10, job=cnr_store.Job(unloaded="raise"))
+        assert (
+            cnr_store.save(
+                tmp_path, make_model(), step=10, job=cnr_store.Job(unloaded="raise"), after=newest
+            ).step
+            == 10
+        )
 
 
 def test_a_run_that_begins_anew_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,7 +94,7 @@ def test_a_run_that_begins_anew_is_told_once(caplog: pytest.LogCaptureFixture) -
 def test_what_to_do_is_one_of_two_words(tmp_path: Path) -> None:
     option: Any = "ask"
     with pytest.raises(OptionError, match="unloaded='ask': give 'warn' or 'raise'"):
-        Checkpointer(tmp_path, make_model(), unloaded=option)
+        Checkpointer(tmp_path, make_model(), job=cnr_store.Job(unloaded=option))
 
 
 @pytest.mark.slow
@@ -92,7 +103,7 @@ def test_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with quick_folder() as url:
         with SmallJob(url) as job:
             job.save(1)
-        with SmallJob(url, unloaded="raise") as job:
+        with SmallJob(url, job=cnr_store.Job(unloaded="raise", rng=False)) as job:
             job.train(2)
             found = job.attempt(lambda rank: job.checkpointers[rank].save(10))
             assert all(isinstance(each, OptionError) for each in found), found

@@ -52,7 +52,7 @@ def test_step_that_is_none(tmp_path: Path, step: Any) -> None:
 def test_integers_of_numpy_are_integers(tmp_path: Path) -> None:
     one: Any = np.int8(1)
     step: Any = np.int64(7)
-    with Checkpointer(tmp_path, make_model(), workers=one) as checkpointer:
+    with Checkpointer(tmp_path, make_model(), limits=cnr_store.Limits(workers=one)) as checkpointer:
         info = checkpointer.save(step).result()
         assert type(info.step) is int
         assert checkpointer.load(step).step == 7

@@ -66,7 +66,7 @@ def test_one_worker_is_the_thread_that_writes(tmp_path: Path, kind: type[OneByOn
             trained,
             codec=codec,
             policy="consecutive",
-            workers=workers,
+            limits=cnr_store.Limits(workers=workers),
             on_done=lambda _: wrote.add(threading.current_thread()),
         ) as ours,
         Checkpointer(tmp_path / "plain", plain, codec=codec.codec, policy="consecutive") as other,

@@ -251,7 +251,9 @@ class Writer:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.model, self.optimizers = make_model("sgd", seed=9)
-        self.checkpointer = Checkpointer(backend, self.model, self.optimizers, bits=32, rng=False)
+        self.checkpointer = Checkpointer(
+            backend, self.model, self.optimizers, bits=32, job=cnr_store.Job(rng=False)
+        )
         self.checkpointer.load()
 
     def save(self, step: int) -> str:
@@ -263,7 +265,7 @@ class Writer:
     def check(self) -> None:
         """The latest version is what the model was when it was saved."""
         model, optimizers = make_model("sgd", seed=0)
-        with Checkpointer(self.backend, model, optimizers, rng=False) as checkpointer:
+        with Checkpointer(self.backend, model, optimizers, job=cnr_store.Job(rng=False)) as checkpointer:
             checkpointer.load()
         here, there = row_state(self.model, self.optimizers), row_state(model, optimizers)
         assert {path: rows.tobytes() for path, rows in here.items()} == {

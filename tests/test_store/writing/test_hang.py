@@ -109,7 +109,7 @@ class Training:
         self.model, optimizers = make_model("sgd", seed=1)
         self.optimizer = optimizers[0]
         self.checkpointer = Checkpointer(
-            faulty, self.model, optimizers, policy="consecutive", bits=32, rng=False
+            faulty, self.model, optimizers, policy="consecutive", bits=32, job=cnr_store.Job(rng=False)
         )
 
     def _fault(self, operation: str, key: str, index: int) -> Fault:
@@ -174,7 +174,13 @@ def test_a_put_that_s3_never_answers_fails_the_save_in_time(
     with spoiled(lambda number, method: "hang" if method == "PUT" and hanging.is_set() else None) as options:
         backend = open_backend(s3_server.url(uuid.uuid4().hex), **options, operation_seconds=5)
         model, optimizers = make_model("sgd", seed=1)
-        with Checkpointer(backend, model, optimizers, rng=False, retry_seconds=0) as checkpointer:
+        with Checkpointer(
+            backend,
+            model,
+            optimizers,
+            job=cnr_store.Job(rng=False),
+            failures=cnr_store.Failures(retry_seconds=0),
+        ) as checkpointer:
             first = checkpointer.save(1).result(WAIT_SECONDS)
             hanging.set()
             with pytest.raises(SaveError, match="took more than"):

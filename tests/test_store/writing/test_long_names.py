@@ -58,7 +58,10 @@ def stored(tmp_path: Path) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
     """A store of two versions, and the weights of the second."""
     model, optimizer = build()
     url = str(tmp_path / "store")
-    options: dict[str, Any] = {"policy": "consecutive", "trusted_optimizers": [Summing]}
+    options: dict[str, Any] = {
+        "policy": "consecutive",
+        "tracking": cnr_store.Tracking(trusted_optimizers=[Summing]),
+    }
     with cnr_store.Checkpointer(url, model, optimizer, bits=32, **options) as checkpointer:
         for step in (1, 2):
             ids = torch.arange(step, 9)
@@ -143,7 +146,9 @@ def test_damaged_rows_are_named_by_them(stored: tuple[str, Any]) -> None:
         if shard.is_file():
             shard.write_bytes(bytes(shard.stat().st_size))
     model, optimizer = build()
-    with cnr_store.Checkpointer(url, model, optimizer, trusted_optimizers=[Summing]) as checkpointer:
+    with cnr_store.Checkpointer(
+        url, model, optimizer, tracking=cnr_store.Tracking(trusted_optimizers=[Summing])
+    ) as checkpointer:
         assert checkpointer.load(salvage=True).salvaged.keys() == {TABLE}
 
 

@@ -94,7 +94,7 @@ def paths(backend: Backend) -> dict[str, str]:
 @pytest.mark.slow
 def test_every_name_comes_back_under_itself(backend: Backend, tmp_path: Path) -> None:
     model, optimizers = make()
-    options: dict[str, Any] = {"bits": 32, "policy": "consecutive", "rng": False}
+    options: dict[str, Any] = {"bits": 32, "policy": "consecutive", "job": cnr_store.Job(rng=False)}
     expected = []
     with Checkpointer(backend, model, optimizers, **options) as checkpointer:
         for row in range(3):
@@ -142,7 +142,7 @@ def test_a_name_stays_where_its_parent_has_it(backend: Backend) -> None:
     for number, names in enumerate([("Users",), ("users", "Users"), ("users",), ("Users", "users")]):
         model, optimizers = make(names)
         with Checkpointer(
-            backend, model, optimizers, bits=32, policy="consecutive", rng=False
+            backend, model, optimizers, bits=32, policy="consecutive", job=cnr_store.Job(rng=False)
         ) as checkpointer:
             if number:
                 checkpointer.load(strict="ignore")
@@ -163,7 +163,7 @@ def test_a_name_stays_where_its_parent_has_it(backend: Backend) -> None:
 
 def test_files_and_followers_know_the_names(backend: Backend, tmp_path: Path) -> None:
     model, optimizers = make()
-    with Checkpointer(backend, model, optimizers, bits=32, rng=False) as checkpointer:
+    with Checkpointer(backend, model, optimizers, bits=32, job=cnr_store.Job(rng=False)) as checkpointer:
         first = checkpointer.save(0).result()
         step(model, optimizers, 3)
         checkpointer.save(1).result()
@@ -184,10 +184,10 @@ def test_files_and_followers_know_the_names(backend: Backend, tmp_path: Path) ->
 
 def test_tables_grow_under_escaped_names(backend: Backend) -> None:
     model, optimizers = make(("users", "Users", "con"))
-    with Checkpointer(backend, model, optimizers, bits=32, rng=False) as checkpointer:
+    with Checkpointer(backend, model, optimizers, bits=32, job=cnr_store.Job(rng=False)) as checkpointer:
         checkpointer.save(0).result()
     larger, others = make(("users", "Users", "con"), rows=2 * ROWS)
-    with Checkpointer(backend, larger, others, bits=32, rng=False) as checkpointer:
+    with Checkpointer(backend, larger, others, bits=32, job=cnr_store.Job(rng=False)) as checkpointer:
         checkpointer.load(strict="ignore")
         checkpointer.save(1).result()
     equal(larger, backend)
@@ -199,7 +199,10 @@ def test_golden_stores_go_on_where_case_is_folded(name: str, tmp_path: Path) -> 
     backend = FoldingBackend(open_backend(golden.url))
     newest = golden.versions[-1]
     job = JOBS[newest["job"]](2)
-    options: dict[str, Any] = {"policy": "consecutive", "rng": newest["rng"] is not None}
+    options: dict[str, Any] = {
+        "policy": "consecutive",
+        "job": cnr_store.Job(rng=newest["rng"] is not None),
+    }
     before = paths(backend)
     with Checkpointer(backend, job.model, job.optimizers, state=job.objects, **options) as checkpointer:
         checkpointer.load()
@@ -235,7 +238,7 @@ def test_names_that_windows_can_not_hold(name: str) -> None:
 def test_the_reader_of_the_formats_page_reads_escaped_arrays(tmp_path: Path) -> None:
     model, optimizers = make(("users", "Users"))
     with Checkpointer(
-        FoldingBackend(open_backend(tmp_path)), model, optimizers, bits=32, rng=False
+        FoldingBackend(open_backend(tmp_path)), model, optimizers, bits=32, job=cnr_store.Job(rng=False)
     ) as checkpointer:
         info = checkpointer.save(0).result()
     scope: dict[str, Any] = {}

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 WORLD, VICTIM = 3, 1
 OPTIONS: dict[str, Any] = {
-    "audit": "all",
+    "tracking": cnr_store.Tracking(audit="all"),
     "bits": None,
     "codec": RELATIVE | {"rms_step": 0.05},
     "state_bits": "m3",

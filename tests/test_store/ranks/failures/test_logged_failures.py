@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import cnr_store
 from cnr_backends import Backend, Transfer
 from cnr_store import SaveError
 from cnr_store.writing import stage, writer
@@ -36,7 +37,7 @@ def test_ranks_go_on_and_give_up_together(
         return staged
 
     monkeypatch.setattr(writer, "stage", stage_or_fail)
-    options: Any = {"on_failure": "log", "max_failures": 3}
+    options: Any = {"failures": cnr_store.Failures(on_failure="log", max_failures=3)}
     with quick_folder() as url, SmallJob(url, WORLD, **options) as job:
         for step in range(1, 8):
             job.train(step)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+import cnr_store
 from cnr_backends import StorageError, open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store.ranks.group import Document
@@ -48,7 +49,14 @@ def test_ranks_wait_while_one_asks_again(
             error.transient = True
             raise error
 
-    with quick_folder() as url, SmallJob(url, timeout_seconds=TIMEOUT_SECONDS, retry_seconds=60) as job:
+    with (
+        quick_folder() as url,
+        SmallJob(
+            url,
+            timeout_seconds=TIMEOUT_SECONDS,
+            failures=cnr_store.Failures(retry_seconds=60),
+        ) as job,
+    ):
         job.save(1)
         watch_writes(job, victim, fail_once)
         job.train(2)
@@ -81,7 +89,9 @@ def save_thrice(url: str) -> list[int]:
         patch.object(patience, "_FIRST_PAUSE_SECONDS", PAUSE_SECONDS),
         patch.object(random, "uniform", lambda *_: 1.0),
         patch.object(SaveRound, "outcome", hear_nothing),
-        checkpointer_of(model, backend, timeout_seconds=TIMEOUT_SECONDS, retry_seconds=60) as checkpointer,
+        checkpointer_of(
+            model, backend, failures=cnr_store.Failures(timeout_seconds=TIMEOUT_SECONDS, retry_seconds=60)
+        ) as checkpointer,
     ):
         for step in range(1, 4):
             model.train(step, checkpointer)

@@ -43,7 +43,11 @@ def live(
         return "before" if fails[0] == rank and operation == "put" and key.startswith("versions/") else None
 
     backend = FaultyBackend(open_backend(url), fault)
-    options = FORMS[form] | {"policy": policy, "retry_seconds": 0, "audit": False, "timeout_seconds": 20}
+    options = FORMS[form] | {
+        "policy": policy,
+        "failures": cnr_store.Failures(retry_seconds=0, timeout_seconds=20),
+        "tracking": cnr_store.Tracking(audit=False),
+    }
     with cnr_store.Checkpointer(backend, job.model, job.optimizer, **options) as checkpointer:
         for number in range(operations):
             job.train(random, int(random.integers(1, 3)))

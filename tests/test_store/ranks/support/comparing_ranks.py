@@ -54,7 +54,10 @@ def compare_with_trouble(url: str, victim: int, how: str) -> tuple[str, str, tup
         return before(self, *arguments)
 
     Comparison.changed = changed  # type: ignore[assignment, method-assign]
-    options: dict[str, Any] = FORMS["relative"] | {"policy": "consecutive", "timeout_seconds": 20}
+    options: dict[str, Any] = FORMS["relative"] | {
+        "policy": "consecutive",
+        "failures": cnr_store.Failures(timeout_seconds=20),
+    }
     with cnr_store.Checkpointer(url, job.model, job.optimizer, **options) as checkpointer:
         save(checkpointer, job, random, 0)
         armed[0] = True
@@ -76,7 +79,9 @@ def compare_slowly(url: str, timeout_seconds: float) -> Rows:
         return before(array, block)
 
     comparison._values = values
-    options: dict[str, Any] = FORMS["relative"] | {"timeout_seconds": timeout_seconds}
+    options: dict[str, Any] = FORMS["relative"] | {
+        "failures": cnr_store.Failures(timeout_seconds=timeout_seconds)
+    }
     with cnr_store.Checkpointer(url, job.model, job.optimizer, **options) as checkpointer:
         return [save(checkpointer, job, random, step) for step in range(2)]
 
@@ -100,7 +105,11 @@ def know_unlike(url: str, form: str, policy: Any, poor: Collection[int]) -> list
     if dist.get_rank() in poor:
         planner.free_bytes = lambda: 0  # type: ignore[attr-defined]  # which it has from another module
     job, random, found = Job(MAKERS["Adam"]), np.random.default_rng(0), list[tuple[str, Held]]()
-    options: dict[str, Any] = FORMS[form] | {"policy": policy, "timeout_seconds": 20, "audit": False}
+    options: dict[str, Any] = FORMS[form] | {
+        "policy": policy,
+        "failures": cnr_store.Failures(timeout_seconds=20),
+        "tracking": cnr_store.Tracking(audit=False),
+    }
     with cnr_store.Checkpointer(url, job.model, job.optimizer, **options) as checkpointer:
         for step in range(5):
             if step == 3:
@@ -129,7 +138,9 @@ def fall_silent(url: str, victim: int) -> tuple[str, str, float, Held]:
         return before(array, block)
 
     comparison._values = values
-    options: dict[str, Any] = FORMS["relative"] | {"timeout_seconds": TIMEOUT_SECONDS, "retry_seconds": 0}
+    options: dict[str, Any] = FORMS["relative"] | {
+        "failures": cnr_store.Failures(timeout_seconds=TIMEOUT_SECONDS, retry_seconds=0)
+    }
     checkpointer = cnr_store.Checkpointer(url, job.model, job.optimizer, **options)
     save(checkpointer, job, random, 0)
     first, armed[0] = held(job), True
@@ -141,7 +152,10 @@ def go_on_after_silence(url: str) -> tuple[Rows, list[tuple[str, Held]]]:
     cut_small()
     job, random = Job(MAKERS["Adam"]), np.random.default_rng(7)
     rows, found = list[tuple[str, int]](), list[tuple[str, Held]]()
-    options: dict[str, Any] = FORMS["relative"] | {"policy": "consecutive", "timeout_seconds": 20}
+    options: dict[str, Any] = FORMS["relative"] | {
+        "policy": "consecutive",
+        "failures": cnr_store.Failures(timeout_seconds=20),
+    }
     with cnr_store.Checkpointer(url, job.model, job.optimizer, **options) as checkpointer:
         checkpointer.resume()
         found.append(("", held(job)))

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+import cnr_store
 from cnr_store import Checkpointer
 from cnr_store.ranks.protocol import SaveRound
 from cnr_store.training.saving import coordinator
@@ -36,7 +37,9 @@ def open_checkpointer(
 ) -> tuple[SharedModel, Checkpointer]:
     model = SharedModel(dist.get_rank(), dist.get_world_size())
     cut_small()
-    return model, checkpointer_of(model, url, timeout_seconds=timeout_seconds, **options)
+    return model, checkpointer_of(
+        model, url, failures=cnr_store.Failures(retry_seconds=2, timeout_seconds=timeout_seconds), **options
+    )
 
 
 def make_differently(folder: str, option: str) -> Told:
@@ -49,7 +52,7 @@ def make_differently(folder: str, option: str) -> Told:
     differing: dict[str, dict[str, Any]] = {
         "keep_last": {"keep_last": 3},
         "wrong": {"keep_last": -1},
-        "overlap": {"overlap": "skip"},
+        "overlap": {"limits": cnr_store.Limits(workers=1, overlap="skip")},
     }
     options = differing.get(option, {})
     if is_last and option == "absent":

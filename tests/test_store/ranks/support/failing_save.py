@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import cnr_store
 from cnr_backends import open_backend
 from cnr_backends.testing.faulty import Fault, FaultyBackend
 from cnr_store.catalog.version_info import VersionInfo
@@ -150,7 +151,9 @@ def save_with_trouble(url: str, phase: str, victim: int, how: str) -> Report:
     model = SharedModel(rank, dist.get_world_size())
     trouble, backend = prepare(url, phase if rank == victim else "", how, rank)
     cut_small()
-    checkpointer = checkpointer_of(model, backend, timeout_seconds=TIMEOUT_SECONDS)
+    checkpointer = checkpointer_of(
+        model, backend, failures=cnr_store.Failures(retry_seconds=2, timeout_seconds=TIMEOUT_SECONDS)
+    )
     values: dict[int, Values] = {}
 
     def save(step: int) -> VersionInfo:
@@ -176,6 +179,8 @@ def save_with_trouble(url: str, phase: str, victim: int, how: str) -> Report:
 def load_everything(url: str) -> Values:
     """What a job of any number of ranks loads."""
     model = SharedModel(dist.get_rank(), dist.get_world_size())
-    with checkpointer_of(model, url, timeout_seconds=20) as checkpointer:
+    with checkpointer_of(
+        model, url, failures=cnr_store.Failures(retry_seconds=2, timeout_seconds=20)
+    ) as checkpointer:
         checkpointer.load()
         return model.values()

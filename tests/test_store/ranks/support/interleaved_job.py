@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad
 
+import cnr_store
 from cnr_store import Checkpointer
 
 Array = np.ndarray[Any, Any]
@@ -63,7 +64,12 @@ def train_twice(url: str, saves: int) -> tuple[dict[str, Array], dict[str, Array
 
     def save(model: nn.Module, optimizer: Adagrad, step: int) -> None:
         if not checkpointers:
-            options: Any = {"bits": 32, "policy": "consecutive", "keep_last": 3, "timeout_seconds": 60}
+            options: Any = {
+                "bits": 32,
+                "policy": "consecutive",
+                "keep_last": 3,
+                "failures": cnr_store.Failures(timeout_seconds=60),
+            }
             checkpointers.append(Checkpointer(url, model, optimizer, **options))
         checkpointers[0].save(step)
 

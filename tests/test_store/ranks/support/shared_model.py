@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Adagrad
 
+import cnr_store
 from cnr_store import Checkpointer
 from cnr_store.format import grid
 from cnr_store.ranks import placement
@@ -94,7 +95,13 @@ def checkpointer_of(model: SharedModel, url: Any, **options: Any) -> Checkpointe
         return [model.table(), *find_tables(module)]
 
     with patch.object(trained_model, "find_tables", tables):
-        own = {"bits": 32, "policy": "consecutive", "workers": 1, "retry_seconds": 2, **options}
+        own = {
+            "bits": 32,
+            "policy": "consecutive",
+            "limits": cnr_store.Limits(workers=1),
+            "failures": cnr_store.Failures(retry_seconds=2),
+            **options,
+        }
         return Checkpointer(url, model, model.optimizer, **own)
 
 

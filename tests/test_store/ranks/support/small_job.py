@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import cnr_store
 from cnr_backends import Backend
 from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
@@ -43,7 +44,11 @@ class SmallJob(ThreadJob):
     def __init__(self, url: str | Sequence[Backend], world: int = 2, **options: Any) -> None:
         cuts = {kind.name: _by_rows(kind, world) for kind in KINDS}
         super().__init__(
-            url, world, KINDS, cuts, **{"bits": 32, "policy": "consecutive", "audit": False, **options}
+            url,
+            world,
+            KINDS,
+            cuts,
+            **{"bits": 32, "policy": "consecutive", "tracking": cnr_store.Tracking(audit=False), **options},
         )
         self._random = np.random.default_rng(0)
         self.truth = self.new_truth(self._random)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import cnr_store
 from cnr_backends import Backend
 from cnr_store import Checkpointer
 from cnr_store.ranks.keyvalue import MemoryKeyValue
@@ -73,8 +74,9 @@ class ThreadJob:
         urls: Sequence[str | Backend] = [url] * world if isinstance(url, str) else url
         keys = MemoryKeyValue()
         self.groups = [ThreadGroup(keys, rank, world, timeout_seconds) for rank in range(world)]
+        own = {"job": cnr_store.Job(rng=False), **options}
         self.checkpointers: list[Checkpointer] = self.each(
-            lambda rank: Checkpointer(urls[rank], self.models[rank], [], rng=False, **options)
+            lambda rank: Checkpointer(urls[rank], self.models[rank], [], **own)
         )
 
     def __enter__(self) -> Self:

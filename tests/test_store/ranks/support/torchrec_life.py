@@ -197,7 +197,7 @@ def life(folder: str, sharding: str, optimizer: str, last_step: int, dies: bool)
         [job.dmp.fused_optimizer, job.dense],
         bits=32,
         policy="consecutive",
-        timeout_seconds=60,
+        failures=cnr_store.Failures(timeout_seconds=60),
     ) as checkpointer:
         start = checkpointer.resume()
         leave(f"loaded{start}")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
+import cnr_store
 from cnr_store import Checkpointer
 from cnr_store.dcp import Writer
 
@@ -77,7 +78,9 @@ def save_apart(url: str) -> None:
     """Save as a job of one rank: with a group of its own, also through DCP, and through DCP alone."""
     rank = dist.get_rank()
     group = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
-    with Checkpointer(f"{url}/group {rank}", model(rank), bits=32, group=group) as checkpointer:
+    with Checkpointer(
+        f"{url}/group {rank}", model(rank), bits=32, job=cnr_store.Job(group=group)
+    ) as checkpointer:
         checkpointer.save(1).result()
     ways: dict[str, dict[str, Any]] = {"dcp": {"process_group": group}, "alone": {"no_dist": True}}
     for name, way in ways.items():
@@ -88,18 +91,29 @@ def run(url: str) -> dict[str, Any]:
     """On each rank: what goes wrong, and what is loaded where nothing does."""
     rank, found = dist.get_rank(), dict[str, Any]()
     save_apart(url)
-    with Checkpointer(f"{url}/other", model(rank), timeout_seconds=20) as checkpointer:
+    with Checkpointer(
+        f"{url}/other", model(rank), failures=cnr_store.Failures(timeout_seconds=20)
+    ) as checkpointer:
         found["other values"] = told(lambda: checkpointer.save(1))
     averaged, adam = train_apart()
-    with Checkpointer(f"{url}/other", averaged, adam, timeout_seconds=20) as checkpointer:
+    with Checkpointer(
+        f"{url}/other", averaged, adam, failures=cnr_store.Failures(timeout_seconds=20)
+    ) as checkpointer:
         found["other state"] = told(lambda: checkpointer.save(1))
     spread, sgd = train_in_parts()
-    with Checkpointer(f"{url}/other", spread, sgd, timeout_seconds=20) as checkpointer:
+    with Checkpointer(
+        f"{url}/other", spread, sgd, failures=cnr_store.Failures(timeout_seconds=20)
+    ) as checkpointer:
         found["spread state"] = told(lambda: checkpointer.save(1))
     trained, counted = model(0), Counted()
     for buffer in (trained["norm"].running_mean, trained["norm"].running_var):  # type: ignore[index]
         buffer.fill_(rank + 1)
-    options: Any = {"bits": 32, "policy": "consecutive", "state": {"counted": counted}, "timeout_seconds": 20}
+    options: Any = {
+        "bits": 32,
+        "policy": "consecutive",
+        "state": {"counted": counted},
+        "failures": cnr_store.Failures(timeout_seconds=20),
+    }
     with Checkpointer(f"{url}/same", trained, **options) as checkpointer:
         checkpointer.save(1).result()
         found["other tables"] = told(lambda: checkpointer.load(tables="*" if rank else None))

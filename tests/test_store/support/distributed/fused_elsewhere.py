@@ -57,7 +57,7 @@ def run(url: str) -> list[Any]:
         model, device=torch.device("cpu"), plan=ShardingPlan({"bags": plan}), sharders=[sharder]
     )
     stepping = torch.optim.SGD([each for name, each in model.named_parameters() if ".A." in name], lr=0.1)
-    options: Any = {"bits": 32, "policy": "consecutive", "timeout_seconds": 30}
+    options: Any = {"bits": 32, "policy": "consecutive", "failures": cnr_store.Failures(timeout_seconds=30)}
     with cnr_store.Checkpointer(url, model, [model.fused_optimizer, stepping], **options) as checkpointer:
         for step in (1, 2):
             ids = KeyedJaggedTensor(

@@ -129,7 +129,7 @@ def go_on(url: Path, optimizer: str, ways: str, strict: str = "raise") -> dict[s
     warnings.simplefilter("ignore")
     model, optimizers = made(optimizer, ways)
     with cnr_store.Checkpointer(
-        url, model, optimizers, policy="consecutive", bits=32, timeout_seconds=30
+        url, model, optimizers, policy="consecutive", bits=32, failures=cnr_store.Failures(timeout_seconds=30)
     ) as checkpointer:
         loaded: dict[str, Any] = {}
         missing: tuple[str, ...] = ()

@@ -158,7 +158,7 @@ def train(url: Path, how: str, kind: str, sparse: bool, steps: int) -> dict[str,
     optimizers = optimizers_of(kind, model)
     torch.manual_seed(dist.get_rank())
     with cnr_store.Checkpointer(
-        url, model, optimizers, policy="consecutive", bits=32, timeout_seconds=30
+        url, model, optimizers, policy="consecutive", bits=32, failures=cnr_store.Failures(timeout_seconds=30)
     ) as checkpointer:
         start = checkpointer.resume(reader)
         found = {"start": start, "loaded": alike(digests(model, optimizers)) if start else {}}
@@ -206,7 +206,11 @@ def uneven_objects(url: Path, counts: Sequence[int]) -> dict[str, Any]:
     (optimizer,) = optimizers_of("adam", model)
     model(Reader().batch()).square().sum().backward()
     optimizer.step()
-    options: Any = {"bits": 32, "timeout_seconds": 20, "state": {"averages": averages}}
+    options: Any = {
+        "bits": 32,
+        "failures": cnr_store.Failures(timeout_seconds=20),
+        "state": {"averages": averages},
+    }
     with cnr_store.Checkpointer(url, model, optimizer, **options) as checkpointer:
         checkpointer.save(1).result()
         trained = digests(model, [optimizer])
@@ -252,7 +256,7 @@ def flags_of_one_rank(url: Path) -> list[int]:
     optimizers = optimizers_of("sgd", model)
     rank, world = dist.get_rank(), dist.get_world_size()
     with cnr_store.Checkpointer(
-        url, model, optimizers, policy="consecutive", bits=32, timeout_seconds=30
+        url, model, optimizers, policy="consecutive", bits=32, failures=cnr_store.Failures(timeout_seconds=30)
     ) as checkpointer:
         checkpointer.save(1).result()
         for other in range(world):
@@ -273,7 +277,9 @@ def refusals(url: Path) -> list[Any]:
     rank, said = dist.get_rank(), list[Any]()
     own = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     model = spread(Net(sparse=False), "fsdp")
-    with cnr_store.Checkpointer(url / f"{rank}", model, bits=32, group=own) as checkpointer:
+    with cnr_store.Checkpointer(
+        url / f"{rank}", model, bits=32, job=cnr_store.Job(group=own)
+    ) as checkpointer:
         said.append(_refused(checkpointer))
     (optimizer,) = optimizers_of("adagrad", model)
     for parameter in (model.items.weight, model.over.weight):
@@ -317,7 +323,7 @@ def wrapped(url: Path, package: str, steps: int) -> dict[str, Any]:
     model, optimizer = _wrap(package, bare, inner)
     reader = Reader()
     with cnr_store.Checkpointer(
-        url, model, optimizer, policy="consecutive", bits=32, timeout_seconds=30
+        url, model, optimizer, policy="consecutive", bits=32, failures=cnr_store.Failures(timeout_seconds=30)
     ) as checkpointer:
         start = checkpointer.resume(reader)
         loaded = alike(digests(bare, [inner]))

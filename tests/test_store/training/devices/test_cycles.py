@@ -232,7 +232,7 @@ def test_encoded_bytes_count_for_the_snapshot(tmp_path: Path, monkeypatch: pytes
     for fits in (True, False):
         if not fits:
             stays_on_host(monkeypatch)
-        with Job(tmp_path / str(fits), BY_8_BITS, snapshot_bytes=room) as job:
+        with Job(tmp_path / str(fits), BY_8_BITS, limits=cnr_store.Limits(snapshot_bytes=room)) as job:
             pending = job.checkpointer.save(step=0)
             pending.result()
             assert pending.stats is not None

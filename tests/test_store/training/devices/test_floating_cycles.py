@@ -59,7 +59,11 @@ class Job:
         self.sums[::5] = torch.finfo(dtype).max  # such rows are stored as they are
         options: dict[str, Any] = {"policy": "consecutive", "codec": {"*": codec}, "state_bits": "m3"}
         self.checkpointer = cnr_store.Checkpointer(
-            str(folder), self.model, self.optimizer, trusted_optimizers=[OneSum], **options
+            str(folder),
+            self.model,
+            self.optimizer,
+            tracking=cnr_store.Tracking(trusted_optimizers=[OneSum]),
+            **options,
         )
 
     @property

@@ -61,7 +61,7 @@ class Job:
         options: dict[str, Any] = {
             "policy": "consecutive",
             "codec": {"*": codec},
-            "trusted_optimizers": [OwnRowWise, OneSum],
+            "tracking": cnr_store.Tracking(trusted_optimizers=[OwnRowWise, OneSum]),
         } | others
         self.checkpointer = cnr_store.Checkpointer(str(folder), self.model, self.optimizer, **options)
 

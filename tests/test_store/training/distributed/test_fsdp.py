@@ -105,7 +105,9 @@ def train_few_rows(url: Path, kind: str) -> list[list[float]]:
         fully_shard(part)
     (optimizer,) = rank_training.optimizers_of(kind, model)
     few: Any = model["few"]
-    with cnr_store.Checkpointer(url, model, optimizer, bits=32, timeout_seconds=30) as checkpointer:
+    with cnr_store.Checkpointer(
+        url, model, optimizer, bits=32, failures=cnr_store.Failures(timeout_seconds=30)
+    ) as checkpointer:
         for step in range(3):
             optimizer.zero_grad()
             (few(torch.tensor([step % 2])).sum() + model["many"](torch.tensor([step])).sum()).backward()
@@ -137,7 +139,9 @@ def train_few_columns(url: Path, kind: str) -> list[Any]:
     torch.manual_seed(0)
     model.weight = nn.Parameter(distribute_tensor(torch.randn(5000, 2), mesh, [Shard(1)]))
     (optimizer,) = rank_training.optimizers_of(kind, model)
-    with cnr_store.Checkpointer(url, model, optimizer, bits=32, timeout_seconds=30) as checkpointer:
+    with cnr_store.Checkpointer(
+        url, model, optimizer, bits=32, failures=cnr_store.Failures(timeout_seconds=30)
+    ) as checkpointer:
         for step in range(3):
             gradient = torch.zeros(5000, 2)
             gradient[step] = 1
@@ -169,7 +173,9 @@ def save_over(url: Path, ranks: list[Any], placements: list[Any]) -> str:
     model = nn.Embedding(8, 4)
     model.weight = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, placements))
     try:
-        with cnr_store.Checkpointer(url, model, bits=32, timeout_seconds=30) as checkpointer:
+        with cnr_store.Checkpointer(
+            url, model, bits=32, failures=cnr_store.Failures(timeout_seconds=30)
+        ) as checkpointer:
             checkpointer.save(1)
     except cnr_store.UnsupportedModelError as error:
         return str(error)
@@ -218,11 +224,15 @@ def train_scaled(url: Path, kind: str) -> list[float]:
         optimizer.step()
 
     (trained, optimizer), (loaded, other) = jobs
-    with cnr_store.Checkpointer(url, trained, optimizer, bits=32, timeout_seconds=30) as checkpointer:
+    with cnr_store.Checkpointer(
+        url, trained, optimizer, bits=32, failures=cnr_store.Failures(timeout_seconds=30)
+    ) as checkpointer:
         for seed in range(3):
             step(trained, optimizer, seed)
             checkpointer.save(seed).result()
-    with cnr_store.Checkpointer(url, loaded, other, bits=32, timeout_seconds=30) as checkpointer:
+    with cnr_store.Checkpointer(
+        url, loaded, other, bits=32, failures=cnr_store.Failures(timeout_seconds=30)
+    ) as checkpointer:
         checkpointer.load()
     assert rank_training.digests(loaded, [other]) == rank_training.digests(trained, [optimizer])
     for job in jobs:

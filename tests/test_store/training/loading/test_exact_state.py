@@ -57,7 +57,7 @@ def test_subclasses_of_arrays_are_refused_by_path(
 def test_random_numbers_are_left_alone_where_they_are_not_saved(tmp_path: Path, model: nn.Module) -> None:
     for rng in (True, False):
         torch.manual_seed(1)
-        cnr_store.save(tmp_path / "s", model, rng=rng)
+        cnr_store.save(tmp_path / "s", model, job=cnr_store.Job(rng=rng))
         saved = torch.get_rng_state()
         torch.manual_seed(2)
         before = torch.get_rng_state()

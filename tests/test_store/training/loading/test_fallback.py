@@ -261,7 +261,9 @@ def test_a_storage_that_does_not_answer_is_no_damage(store: Store) -> None:
     def loads(fault: Callable[[str, str, int], Fault]) -> FaultyBackend:
         backend = FaultyBackend(open_backend(store.url), fault, reads=True)
         trainer = Trainer(1)
-        cnr_store.load(backend, trainer.model, trainer.optimizer, fallback=True, workers=1)
+        cnr_store.load(
+            backend, trainer.model, trainer.optimizer, fallback=True, limits=cnr_store.Limits(workers=1)
+        )
         return backend
 
     log = loads(lambda *_: None).log

@@ -354,8 +354,10 @@ def test_hooks_change_nothing_that_versions_are_without(tmp_path: Path) -> None:
     for each in (saved, model):
         each.register_buffer("sparse", torch.eye(3).to_sparse())
     before = model.other.weight.tolist()  # type: ignore[union-attr, operator]
-    cnr_store.save(tmp_path, saved, exclude=("other.*", "sparse"))
-    with Checkpointer(tmp_path, model, exclude=("other.*", "sparse")) as checkpointer:
+    cnr_store.save(tmp_path, saved, tracking=cnr_store.Tracking(exclude=("other.*", "sparse")))
+    with Checkpointer(
+        tmp_path, model, tracking=cnr_store.Tracking(exclude=("other.*", "sparse"))
+    ) as checkpointer:
         checkpointer.load()
     assert model.other.weight.tolist() == before  # type: ignore[union-attr, operator]
 

@@ -423,11 +423,11 @@ def test_what_is_excluded_may_not_be_in_state_without_names(tmp_path: Path, wrap
 
     said = rf"exclude leaves 'users.weight' out, but state of optimizer 0 \({wrapper.__name__}\)"
     with pytest.raises(OptionError, match=said):
-        Job(make).checkpointer(tmp_path, exclude="users")
+        Job(make).checkpointer(tmp_path, tracking=cnr_store.Tracking(exclude="users"))
     job, other = Job(without), Job(without)
     job.train(1)
     for each in (job, other):  # as the message advises
-        with each.checkpointer(tmp_path, exclude="users") as checkpointer:
+        with each.checkpointer(tmp_path, tracking=cnr_store.Tracking(exclude="users")) as checkpointer:
             checkpointer.save(1).result() if each is job else checkpointer.load()
     content, expected = other.optimizers[0].state_dict(), job.optimizers[0].state_dict()
     assert all(map(torch.equal, tensors(content), tensors(expected)))

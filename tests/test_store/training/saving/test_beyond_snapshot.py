@@ -52,7 +52,11 @@ def test_rows_encoded_from_the_model_are_those_of_a_copy(
     model = Two(dtype)
     for name, nbytes in (("live", 0), ("staged", 1 << 30)):
         with cnr_store.Checkpointer(
-            tmp_path / name, model, snapshot_bytes=nbytes, policy="consecutive", **options
+            tmp_path / name,
+            model,
+            limits=cnr_store.Limits(snapshot_bytes=nbytes),
+            policy="consecutive",
+            **options,
         ) as saving:
             stats = []
             for step, full in enumerate((True, False)):
@@ -72,7 +76,9 @@ def test_training_waits_for_no_put(tmp_path: Path) -> None:
     """Puts are held up: `save` returns all the same, and what it wrote is that moment."""
     model, weather = Two(), Weather()
     backend = FaultyBackend(open_backend(tmp_path), weather)
-    with cnr_store.Checkpointer(backend, model, bits=32, snapshot_bytes=TABLE_BYTES) as saving:
+    with cnr_store.Checkpointer(
+        backend, model, bits=32, limits=cnr_store.Limits(snapshot_bytes=TABLE_BYTES)
+    ) as saving:
         saving.save(0).result()
         weather.change(None, hold=True)
         pending = saving.save(1, full=True)
@@ -103,7 +109,9 @@ def test_threads_of_torch_encode_what_training_waits_for(
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with cnr_store.Checkpointer(tmp_path, Two(), workers=1, snapshot_bytes=0) as saving:
+        with cnr_store.Checkpointer(
+            tmp_path, Two(), limits=cnr_store.Limits(workers=1, snapshot_bytes=0)
+        ) as saving:
             saving.save(0).result()
     finally:
         torch.set_num_threads(threads)
@@ -119,7 +127,7 @@ def test_whole_rows_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(row_arrays, "rows_view", view)
     model = Two()
-    with cnr_store.Checkpointer(tmp_path, model, bits=4, snapshot_bytes=0) as saving:
+    with cnr_store.Checkpointer(tmp_path, model, bits=4, limits=cnr_store.Limits(snapshot_bytes=0)) as saving:
         saving.save(0).result()
     assert len(views) == 2
 
@@ -128,7 +136,9 @@ def test_log_and_explain_say_why_training_waits(tmp_path: Path, caplog: pytest.L
     model = Two()
     optimizer = SGD(model.parameters(), lr=0.1)
     caplog.set_level(logging.INFO, "cnr_store")
-    with cnr_store.Checkpointer(tmp_path, model, optimizer, bits=4, snapshot_bytes=TABLE_BYTES) as saving:
+    with cnr_store.Checkpointer(
+        tmp_path, model, optimizer, bits=4, limits=cnr_store.Limits(snapshot_bytes=TABLE_BYTES)
+    ) as saving:
         before = saving.explain()
         assert (before.live_bytes, before.whole_live_bytes, before.live_pace) == (0, TABLE_BYTES, None)
         assert str(before).splitlines()[3:] == [

@@ -71,7 +71,12 @@ class Run:
     def start(self) -> None:
         self.model = Model()
         self.checkpointer = Checkpointer(
-            self.url, self.model, policy=self.policy, budget=BUDGET, audit=False, rng=False, unloaded="warn"
+            self.url,
+            self.model,
+            policy=self.policy,
+            budget=BUDGET,
+            tracking=cnr_store.Tracking(audit=False),
+            job=cnr_store.Job(rng=False, unloaded="warn"),
         )
 
     def train(self, random: np.random.Generator) -> None:
@@ -278,7 +283,10 @@ def test_options_that_name_tables_or_state_overrule_it(tmp_path: Path) -> None:
         ({"budget": 0, "bits": 32, "codec": "cnr_rows"}, "budget=0 and bits=32 and codec='cnr_rows'"),
         ({"codec": "auto", "bits": 4}, "budget=0.01 and bits=4"),
         (
-            {"budget": 0.02, "expected_restores": {"failures_per_node_hour": 1, "nodes": 1, "hours": 1}},
+            {
+                "budget": 0.02,
+                "job": cnr_store.Job(expected_restores={"failures_per_node_hour": 1, "nodes": 1, "hours": 1}),
+            },
             "expected",
         ),
         ({"budget": -1}, "budget=-1; give a number of at least 0 and at most 100"),
@@ -328,8 +336,8 @@ EXPECTED = {"failures_per_node_hour": 1, "nodes": 1, "hours": 1}
         ({"bits": 4}, 4),
         ({"bits": {"table": 4, "*": 8}}, 4),
         ({"codec": {"id": "cnr_uniform", "scheme": "adaptive", "bits": 3}}, 3),
-        ({"expected_restores": EXPECTED}, 2),
-        ({"bits": "auto", "expected_restores": EXPECTED}, 2),
+        ({"job": cnr_store.Job(expected_restores=EXPECTED)}, 2),
+        ({"bits": "auto", "job": cnr_store.Job(expected_restores=EXPECTED)}, 2),
         ({"budget": None}, 8),
     ],
 )

@@ -58,7 +58,8 @@ sparse = [model.sparse.weight]
 others = [each for each in model.parameters() if each is not model.sparse.weight]
 optimizers = [torch.optim.Adagrad(sparse), torch.optim.Adam(others)]
 stage = "construct"
-checkpointer = cnr_store.Checkpointer(sys.argv[1], model, optimizers, bits=4, snapshot_bytes=int(sys.argv[2]))
+limits = cnr_store.Limits(snapshot_bytes=int(sys.argv[2]))
+checkpointer = cnr_store.Checkpointer(sys.argv[1], model, optimizers, bits=4, limits=limits)
 stage = "step"
 step(torch.arange(40))
 step(torch.arange(40, dtype=torch.int32))

@@ -33,7 +33,7 @@ class Job:
             backend,
             self.table,
             None,
-            **{"policy": "consecutive", "bits": {"weight": 4}, "rng": False, **options},
+            **{"policy": "consecutive", "bits": {"weight": 4}, "job": cnr_store.Job(rng=False), **options},
         )
         self.step = 0
         self.expected: dict[str, bytes] = {}
@@ -73,7 +73,7 @@ def touched(backend: Backend) -> list[int]:
 
 def test_chains_stay_short_and_saves_stay_small(tmp_path: Path) -> None:
     backend = open_backend(tmp_path)
-    job = Job(backend, max_chain=3)
+    job = Job(backend, retention=cnr_store.Retention(max_chain=3))
     for _ in range(10):
         job.save()
         job.upkeep()
@@ -86,7 +86,7 @@ def test_chains_stay_short_and_saves_stay_small(tmp_path: Path) -> None:
 
 
 def test_without_it_nothing_is_folded(tmp_path: Path) -> None:
-    job = Job(open_backend(tmp_path), max_chain=None)
+    job = Job(open_backend(tmp_path), retention=cnr_store.Retention(max_chain=None))
     for _ in range(5):
         job.save()
     job.checkpointer.close()
@@ -96,7 +96,7 @@ def test_without_it_nothing_is_folded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_folds_let_retention_remove_what_they_stand_for(tmp_path: Path) -> None:
     """Consecutive deltas alone would keep every version for ever."""
-    job = Job(open_backend(tmp_path), max_chain=2, keep_last=1)
+    job = Job(open_backend(tmp_path), retention=cnr_store.Retention(max_chain=2), keep_last=1)
     for _ in range(12):
         job.save()
         job.upkeep()
@@ -122,7 +122,7 @@ def test_a_save_planned_before_the_fold_keeps_what_it_leans_on(tmp_path: Path) -
         return None
 
     inner = open_backend(tmp_path)
-    job = Job(FaultyBackend(inner, hold), max_chain=2, keep_last=1)
+    job = Job(FaultyBackend(inner, hold), retention=cnr_store.Retention(max_chain=2), keep_last=1)
     for _ in range(3):
         job.save()
     assert reached.wait(WAIT_SECONDS)
@@ -160,7 +160,9 @@ def test_folds_slower_than_saves_do_not_keep_retention_from_its_work(tmp_path: P
         upkeep = job.checkpointer._upkeep._latest
         return until > commits or (upkeep is not None and upkeep.done())
 
-    job = Job(FaultyBackend(open_backend(tmp_path), hold), max_chain=2, keep_last=1)
+    job = Job(
+        FaultyBackend(open_backend(tmp_path), hold), retention=cnr_store.Retention(max_chain=2), keep_last=1
+    )
     kept = []
     for _ in range(16):
         job.save()
@@ -187,7 +189,7 @@ def test_a_fold_that_fails_harms_no_save(tmp_path: Path, caplog: pytest.LogCaptu
 
     inner = open_backend(tmp_path)
     with caplog.at_level(logging.WARNING, "cnr_store"):
-        job = Job(FaultyBackend(inner, fault), max_chain=1)
+        job = Job(FaultyBackend(inner, fault), retention=cnr_store.Retention(max_chain=1))
         for _ in range(4):
             job.save()
             job.upkeep()
@@ -202,7 +204,7 @@ def test_a_fold_that_fails_harms_no_save(tmp_path: Path, caplog: pytest.LogCaptu
 def test_policies_change_over_a_fold(tmp_path: Path) -> None:
     """Rows that changed since the folded version are known exactly, also to a policy that counts from the baseline."""
     backend = open_backend(tmp_path)
-    job = Job(backend, max_chain=3)
+    job = Job(backend, retention=cnr_store.Retention(max_chain=3))
     for _ in range(4):
         job.save()
     job.upkeep()
@@ -222,16 +224,16 @@ def test_policies_change_over_a_fold(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_chain", [0, -1, True, 1.5, "3"])
 def test_numbers_that_are_none(tmp_path: Path, max_chain: Any) -> None:
     with pytest.raises(OptionError, match="max_chain"):
-        Job(open_backend(tmp_path), max_chain=max_chain)
+        Job(open_backend(tmp_path), retention=cnr_store.Retention(max_chain=max_chain))
 
 
 def test_a_loaded_job_leans_on_the_fold(tmp_path: Path) -> None:
     backend = open_backend(tmp_path)
-    job = Job(backend, max_chain=3)
+    job = Job(backend, retention=cnr_store.Retention(max_chain=3))
     for _ in range(4):
         job.save()
     job.checkpointer.close()
-    other = Job(backend, max_chain=3)
+    other = Job(backend, retention=cnr_store.Retention(max_chain=3))
     other.checkpointer.load()
     assert np.array_equal(other.table.weight.detach().numpy(), cnr_store.state_dict(backend)["weight"])
     other.expected = job.expected

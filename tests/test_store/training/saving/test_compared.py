@@ -168,7 +168,11 @@ def check_history(
         return "before" if fails[0] and operation == "create" and key.startswith("versions/") else None
 
     backend = FaultyBackend(open_backend(url), fault)
-    options = FORMS[form] | {"policy": policy, "retry_seconds": 0, "audit": False}
+    options = FORMS[form] | {
+        "policy": policy,
+        "failures": cnr_store.Failures(retry_seconds=0),
+        "tracking": cnr_store.Tracking(audit=False),
+    }
     with cnr_store.Checkpointer(backend, job.model, job.optimizer, **options) as checkpointer:
         for number in range(operations):
             job.train(random, int(random.integers(1, 4)))
@@ -220,7 +224,10 @@ def test_a_job_that_goes_on_writes_few_rows_at_once(
     tmp_path: Path, policy: Any, form: str, is_folded: bool
 ) -> None:
     """A load notes what it reads: the first save after it is a delta, of the rows that changed since."""
-    random, options = np.random.default_rng(5), FORMS[form] | {"policy": policy, "audit": False}
+    random, options = (
+        np.random.default_rng(5),
+        FORMS[form] | {"policy": policy, "tracking": cnr_store.Tracking(audit=False)},
+    )
     job = Job(MAKERS["Adam"])
     with cnr_store.Checkpointer(tmp_path, job.model, job.optimizer, **options) as checkpointer:
         for step in range(2):
@@ -319,7 +326,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS)
 def test_a_comparison_finds_what_nobody_sees(tmp_path: Path, way: Callable[[Any], None], form: str) -> None:
     job = Job(MAKERS["Adam"])
-    options = FORMS[form] | {"policy": "consecutive", "audit": False}
+    options = FORMS[form] | {"policy": "consecutive", "tracking": cnr_store.Tracking(audit=False)}
     with cnr_store.Checkpointer(tmp_path, job.model, job.optimizer, **options) as checkpointer:
         for step in range(2):
             job.train(np.random.default_rng(step))
@@ -371,8 +378,8 @@ def test_a_save_that_failed_counts_no_row_twice_and_forgets_none(tmp_path: Path)
         job.model,
         job.optimizer,
         policy="consecutive",
-        retry_seconds=0,
-        audit=False,
+        failures=cnr_store.Failures(retry_seconds=0),
+        tracking=cnr_store.Tracking(audit=False),
         **FORMS["relative"],
     ) as checkpointer:
         job.train(random)
@@ -397,7 +404,7 @@ def test_an_audit_of_all_rows_finds_what_hooks_miss(
 ) -> None:
     """Under SGD, whose rows hooks know: what nobody sees is written, and told of."""
     job = Job(MAKERS["SGD"])
-    options = FORMS[form] | {"policy": policy, "audit": "all"}
+    options = FORMS[form] | {"policy": policy, "tracking": cnr_store.Tracking(audit="all")}
     with cnr_store.Checkpointer(tmp_path, job.model, job.optimizer, **options) as checkpointer:
         checkpointer.save(0).result()
         job.train(np.random.default_rng(1))
@@ -417,7 +424,7 @@ def test_an_audit_of_all_rows_finds_what_hooks_miss(
 
 
 def test_an_audit_of_all_rows_goes_on_after_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = FORMS["lossless"] | {"policy": "consecutive", "audit": "all"}
+    options = FORMS["lossless"] | {"policy": "consecutive", "tracking": cnr_store.Tracking(audit="all")}
     job, newer = Job(MAKERS["SGD"]), Job(MAKERS["SGD"])
     with cnr_store.Checkpointer(tmp_path, job.model, job.optimizer, **options) as checkpointer:
         checkpointer.save(0).result()

@@ -28,7 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_failures_that_are_logged_end_nothing_and_forget_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(tmp_path, on_failure="log")
+    job = Job(tmp_path, failures=cnr_store.Failures(on_failure="log"))
     with job.checkpointer:
         first = job.checkpointer.save(0).result()
         for step in (1, 2):
@@ -50,7 +50,7 @@ def test_failures_that_are_logged_end_nothing_and_forget_nothing(
 
 
 def test_too_many_failures_in_a_row_are_raised(tmp_path: Path) -> None:
-    job = Job(tmp_path, on_failure="log", max_failures=2)
+    job = Job(tmp_path, failures=cnr_store.Failures(on_failure="log", max_failures=2))
     job.checkpointer.save(0).result()
     for step in (1, 2):
         job.change(step)
@@ -66,7 +66,7 @@ def test_too_many_failures_in_a_row_are_raised(tmp_path: Path) -> None:
 
 def test_the_last_failure_is_raised_at_the_end(tmp_path: Path) -> None:
     """No later save has its rows."""
-    job = Job(tmp_path, on_failure="log")
+    job = Job(tmp_path, failures=cnr_store.Failures(on_failure="log"))
     job.checkpointer.save(0).result()
     job.fail(1)
     with pytest.raises(SaveError, match="step 1 was not saved"):
@@ -74,7 +74,7 @@ def test_the_last_failure_is_raised_at_the_end(tmp_path: Path) -> None:
 
 
 def test_who_asks_for_a_result_gets_the_failure(tmp_path: Path) -> None:
-    job = Job(tmp_path, on_failure="log")
+    job = Job(tmp_path, failures=cnr_store.Failures(on_failure="log"))
     with job.checkpointer:
         job.breaks()
         with pytest.raises(SaveError):
@@ -84,7 +84,7 @@ def test_who_asks_for_a_result_gets_the_failure(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_newer_writer_is_never_only_logged(tmp_path: Path) -> None:
-    job = Job(tmp_path, on_failure="log")
+    job = Job(tmp_path, failures=cnr_store.Failures(on_failure="log"))
     job.checkpointer.save(1).result()
     other = make_model(1)
     with Checkpointer(tmp_path, other) as newer:
@@ -99,7 +99,7 @@ def test_a_newer_writer_is_never_only_logged(tmp_path: Path) -> None:
 
 
 def test_mistakes_of_the_caller_are_never_only_logged(tmp_path: Path) -> None:
-    job = Job(tmp_path, on_failure="log")
+    job = Job(tmp_path, failures=cnr_store.Failures(on_failure="log"))
     with job.checkpointer:
         job.checkpointer.save(0).result()
         with pytest.raises(StateError):
@@ -182,7 +182,7 @@ def test_the_first_save_is_tried_again_too(tmp_path: Path, quick: list[float]) -
 def test_pauses_grow_until_the_time_is_over(
     tmp_path: Path, quick: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(tmp_path, retry_seconds=100)
+    job = Job(tmp_path, failures=cnr_store.Failures(retry_seconds=100))
     job.checkpointer.save(0).result()
     job.change(1)
     job.breaks("unreachable")
@@ -210,7 +210,7 @@ def test_what_no_retry_mends_is_not_tried_again(tmp_path: Path, fault: Fault, qu
 
 
 def test_nothing_is_tried_again_for_no_seconds(tmp_path: Path, quick: list[float]) -> None:
-    job = Job(tmp_path, retry_seconds=0)
+    job = Job(tmp_path, failures=cnr_store.Failures(retry_seconds=0))
     with job.checkpointer:
         job.breaks("unreachable")
         with pytest.raises(SaveError):
@@ -221,7 +221,7 @@ def test_nothing_is_tried_again_for_no_seconds(tmp_path: Path, quick: list[float
 
 def test_another_run_that_takes_over_in_a_pause_wins(tmp_path: Path) -> None:
     """The claims are looked at again before the commit is."""
-    job = Job(tmp_path, retry_seconds=86_400)
+    job = Job(tmp_path, failures=cnr_store.Failures(retry_seconds=86_400))
     job.checkpointer.save(0).result()
     job.change(1)
     pausing, goes_on = threading.Event(), threading.Event()
@@ -250,7 +250,7 @@ def test_another_run_that_takes_over_in_a_pause_wins(tmp_path: Path) -> None:
 
 
 def test_puts_are_spaced_out(tmp_path: Path, quick: list[float]) -> None:
-    job = Job(tmp_path, rows=60_000, max_write_bytes_per_second=100_000)
+    job = Job(tmp_path, rows=60_000, limits=cnr_store.Limits(max_write_bytes_per_second=100_000))
     pending = job.checkpointer.save(1)
     info = pending.result()
     assert pending.stats is not None
@@ -262,7 +262,7 @@ def test_puts_are_spaced_out(tmp_path: Path, quick: list[float]) -> None:
 
 @pytest.mark.slow
 def test_close_lifts_the_rate(tmp_path: Path) -> None:
-    job = Job(tmp_path, rows=60_000, max_write_bytes_per_second=1)
+    job = Job(tmp_path, rows=60_000, limits=cnr_store.Limits(max_write_bytes_per_second=1))
     pending = job.checkpointer.save(1)
     with pytest.raises(TimeoutError):
         pending.result(0.2)

@@ -30,7 +30,14 @@ class Training:
         self.table = nn.Embedding(2000, 8, sparse=True)
         self.optimizer = torch.optim.SGD(self.table.parameters(), lr=0.1)
         self.checkpointer = Checkpointer(
-            backend, self.table, self.optimizer, **{"rng": False, "max_chain": MAX_CHAIN, **options}
+            backend,
+            self.table,
+            self.optimizer,
+            **{
+                "job": cnr_store.Job(rng=False),
+                "retention": cnr_store.Retention(max_chain=MAX_CHAIN),
+                **options,
+            },
         )
         self.infos: list[VersionInfo] = []
 
@@ -61,7 +68,7 @@ def test_records_stay_small_however_many_versions_there_are(policy: PolicyName, 
 def test_chains_of_more_than_64_versions_are_folded_unless_told_otherwise() -> None:
     backend = open_backend(f"memory://{uuid.uuid4()}")
     table = nn.Embedding(100, 2, sparse=True)
-    with Checkpointer(backend, table, policy="consecutive", rng=False) as checkpointer:
+    with Checkpointer(backend, table, policy="consecutive", job=cnr_store.Job(rng=False)) as checkpointer:
         for step in range(70):
             checkpointer.touch("weight", [step])
             checkpointer.save(step).result()

@@ -67,7 +67,9 @@ def test_an_interrupt_of_a_wait_hangs_no_later_save(tmp_path: Path) -> None:
 
     model = nn.Embedding(9, 2)
     store = FaultyBackend(open_backend(tmp_path), slowly)
-    with cnr_store.Checkpointer(store, model, bits=32, keep_last=2, max_chain=2) as checkpointer:
+    with cnr_store.Checkpointer(
+        store, model, bits=32, keep_last=2, retention=cnr_store.Retention(max_chain=2)
+    ) as checkpointer:
         for number in range(6):
             checkpointer.save(2 * number)
             _ask(checkpointer.load, number)

@@ -67,12 +67,16 @@ def test_what_is_excluded_is_not_saved_and_stays_as_it_is(
 ) -> None:
     model, optimizer = trained(3, 5)
     model.words.language = "de"
-    cnr_store.save(tmp_path, model, optimizer, exclude=saved_with, bits=32)
+    cnr_store.save(tmp_path, model, optimizer, tracking=cnr_store.Tracking(exclude=saved_with), bits=32)
     assert ("words.weight" in cnr_store.state_dict(tmp_path)) == (not saved_with)
     other, stepped = trained(7)
     before, expected = held(other, stepped), held(model, optimizer)
     with Checkpointer(
-        tmp_path, other, stepped, exclude=("words*", "top.bias"), policy="consecutive"
+        tmp_path,
+        other,
+        stepped,
+        tracking=cnr_store.Tracking(exclude=("words*", "top.bias")),
+        policy="consecutive",
     ) as checkpointer:
         checkpointer.load()
         after = held(other, stepped)
@@ -89,13 +93,13 @@ def test_what_is_excluded_is_not_saved_and_stays_as_it_is(
 def test_a_table_is_named_as_in_the_store_or_by_its_parameter(tmp_path: Path) -> None:
     model, optimizer = trained(3)
     for number, exclude in enumerate(("words", "words.weight", ["word?"])):
-        cnr_store.save(tmp_path / str(number), model, optimizer, exclude=exclude)
+        cnr_store.save(tmp_path / str(number), model, optimizer, tracking=cnr_store.Tracking(exclude=exclude))
         assert "words.weight" not in cnr_store.state_dict(tmp_path / str(number))
 
 
 def test_an_excluded_table_may_be_replaced(tmp_path: Path) -> None:
     model = Model()
-    with Checkpointer(tmp_path, model, exclude="words*") as checkpointer:
+    with Checkpointer(tmp_path, model, tracking=cnr_store.Tracking(exclude="words*")) as checkpointer:
         checkpointer.save(1).result()
         model.words = Words(9, 4, dtype=torch.float64)
         assert checkpointer.save(2).result().kind == "delta"
@@ -104,7 +108,7 @@ def test_an_excluded_table_may_be_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exclude", ["wrods", "top", ("users", "x*")])
 def test_a_pattern_that_fits_nothing_is_refused(tmp_path: Path, exclude: Any) -> None:
     with pytest.raises(OptionError, match=r"exclude: .* fits no table or tensor; there are .*'words'"):
-        Checkpointer(tmp_path, Model(), exclude=exclude)
+        Checkpointer(tmp_path, Model(), tracking=cnr_store.Tracking(exclude=exclude))
 
 
 @pytest.mark.parametrize("exclude", ["users", "users.weight", "out.weight"])
@@ -113,12 +117,12 @@ def test_one_name_alone_of_a_tied_tensor_is_refused(tmp_path: Path, exclude: str
     model.out = nn.Linear(1, 1, bias=False)
     model.out.weight = model.users.weight
     with pytest.raises(OptionError, match=r"which is the same tensor as '(out|users)\.weight': give both"):
-        Checkpointer(tmp_path, model, exclude=exclude)
-    Checkpointer(tmp_path, model, exclude=("users", "out.weight")).close()
+        Checkpointer(tmp_path, model, tracking=cnr_store.Tracking(exclude=exclude))
+    Checkpointer(tmp_path, model, tracking=cnr_store.Tracking(exclude=("users", "out.weight"))).close()
 
 
 def test_without_the_option_what_is_missing_is_an_error(tmp_path: Path) -> None:
-    cnr_store.save(tmp_path, Model(), exclude="words*")
+    cnr_store.save(tmp_path, Model(), tracking=cnr_store.Tracking(exclude="words*"))
     with pytest.raises(ModelMismatchError, match=r"only in the model: \['words'\]"):
         cnr_store.load(tmp_path, Model())
 
@@ -144,18 +148,19 @@ def test_what_a_model_leaves_out_is_said_once(
         assert checkpointer.save(2).result().kind == "delta"
     (said,) = caplog.messages
     assert said.startswith("the model leaves words.weight, top.bias out of its state dict")
-    advice, exclude = "; leave out its optimizer state, too, with exclude=", ["words.weight", "top.bias"]
-    assert said.endswith(f"{advice}{exclude}")
+    exclude = ["words.weight", "top.bias"]
+    advice = "; leave out its optimizer state, too, with tracking=cnr_store.Tracking(exclude="
+    assert said.endswith(f"{advice}{exclude})")
     assert torch.equal(other.words.weight, before)
     assert torch.equal(other.users.weight, model.users.weight)
     # An optimizer's state dict has its state, as torch.save would.
     assert torch.equal(stepped.state[other.words.weight]["sum"], optimizer.state[model.words.weight]["sum"])
     caplog.clear()
-    cnr_store.save(tmp_path / "less", wrap(model), optimizer, exclude=exclude)
+    cnr_store.save(tmp_path / "less", wrap(model), optimizer, tracking=cnr_store.Tracking(exclude=exclude))
     assert caplog.messages == []
     other, stepped = trained(5)
     kept = held(other, stepped)
-    cnr_store.load(tmp_path / "less", other, stepped, exclude=exclude)
+    cnr_store.load(tmp_path / "less", other, stepped, tracking=cnr_store.Tracking(exclude=exclude))
     loaded = held(other, stepped)
     assert {name for name in exclude if loaded[f"of {name}"] == kept[f"of {name}"]} == {*exclude}
     cnr_store.save(tmp_path / "bare", model)  # without an optimizer there is no state to leave out
@@ -184,4 +189,9 @@ def test_tables_of_other_than_floating_point_are_stored_as_dense_tensors(
 def test_lbfgs_keeps_all_parameters_in_one_so_none_is_left_out(tmp_path: Path) -> None:
     model = nn.ModuleDict({"users": nn.Embedding(900, 8), "top": nn.Linear(8, 1)})
     with pytest.raises(cnr_store.OptionError, match=r"exclude leaves 'users.weight' out.*LBFGS"):
-        cnr_store.Checkpointer(tmp_path, model, torch.optim.LBFGS(model.parameters()), exclude="users")
+        cnr_store.Checkpointer(
+            tmp_path,
+            model,
+            torch.optim.LBFGS(model.parameters()),
+            tracking=cnr_store.Tracking(exclude="users"),
+        )

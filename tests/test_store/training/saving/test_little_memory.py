@@ -57,7 +57,7 @@ def test_rows_of_other_codes_alone_are_written(
     leave(monkeypatch, 0)
     job = Job(MAKERS["Adam"])
     job.weight.data[9, 3] = torch.inf  # raw
-    options = FORMS["relative"] | {"policy": "consecutive", "audit": False}
+    options = FORMS["relative"] | {"policy": "consecutive", "tracking": cnr_store.Tracking(audit=False)}
     with caplog.at_level(logging.WARNING, "cnr_store"):
         with cnr_store.Checkpointer(tmp_path, job.model, job.optimizer, **options) as checkpointer:
             job.train(np.random.default_rng(0))

@@ -22,7 +22,7 @@ from tests.test_store.support.places import memory_url
 from tests.test_store.training.saving.weathered_job import PATIENCE_SECONDS, Clock, Job
 
 RETRY_SECONDS = 300
-LATE: dict[str, Any] = {"rows": 2_000, "snapshot_bytes": 0}
+LATE: dict[str, Any] = {"rows": 2_000, "limits": cnr_store.Limits(snapshot_bytes=0)}
 """All rows are read from the model, while training waits."""
 
 
@@ -60,7 +60,11 @@ def test_saves_wait_for_storage_that_is_away(
     on_failure: Any, late: Any, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with memory_url() as url:
-        job = Job(url, on_failure=on_failure, max_failures=1, retry_seconds=RETRY_SECONDS, **late)
+        job = Job(
+            url,
+            failures=cnr_store.Failures(on_failure=on_failure, max_failures=1, retry_seconds=RETRY_SECONDS),
+            **late,
+        )
         with job.checkpointer:
             for step in range(8):
                 job.change(step)
@@ -78,7 +82,11 @@ def test_saves_wait_for_storage_that_is_away(
 
 def test_saves_are_skipped_while_storage_is_away(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     with memory_url() as url:
-        job = Job(url, overlap="skip", retry_seconds=RETRY_SECONDS)
+        job = Job(
+            url,
+            limits=cnr_store.Limits(overlap="skip"),
+            failures=cnr_store.Failures(retry_seconds=RETRY_SECONDS),
+        )
         with job.checkpointer:
             job.checkpointer.save(0).result()
             job.change(1)
@@ -103,7 +111,11 @@ def test_the_end_tells_that_the_last_save_made_no_version(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with memory_url() as url:
-        job = Job(url, overlap="skip", retry_seconds=RETRY_SECONDS)
+        job = Job(
+            url,
+            limits=cnr_store.Limits(overlap="skip"),
+            failures=cnr_store.Failures(retry_seconds=RETRY_SECONDS),
+        )
         with job.checkpointer:
             job.checkpointer.save(0).result()
             job.change(1)
@@ -134,8 +146,9 @@ def test_saves_that_try_once_fail_uncounted(
         job = Job(
             url,
             reads=reads,
-            **{**LATE, "overlap": "skip", "on_failure": on_failure, "max_failures": 1},
-            retry_seconds=RETRY_SECONDS,
+            rows=2_000,
+            limits=cnr_store.Limits(snapshot_bytes=0, overlap="skip"),
+            failures=cnr_store.Failures(on_failure=on_failure, max_failures=1, retry_seconds=RETRY_SECONDS),
         )
         with job.checkpointer:
             job.breaks("unreachable")
@@ -172,7 +185,7 @@ def test_one_fault_that_the_first_retry_mends_is_no_news(
 
 def test_the_first_failure_after_that_time_is_raised(clock: Clock) -> None:
     with memory_url() as url:
-        job = Job(url, retry_seconds=RETRY_SECONDS)
+        job = Job(url, failures=cnr_store.Failures(retry_seconds=RETRY_SECONDS))
         job.checkpointer.save(0).result()
         job.change(1)
         job.breaks("unreachable")
@@ -191,7 +204,11 @@ def test_after_that_time_failures_count_and_nothing_waits(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with memory_url() as url:
-        job = Job(url, reads=True, on_failure="log", max_failures=3, retry_seconds=RETRY_SECONDS)
+        job = Job(
+            url,
+            reads=True,
+            failures=cnr_store.Failures(on_failure="log", max_failures=3, retry_seconds=RETRY_SECONDS),
+        )
         job.checkpointer.save(0).result()
         job.change(1)
         job.breaks("unreachable")
@@ -221,7 +238,7 @@ def test_after_that_time_failures_count_and_nothing_waits(
 def test_storage_that_answers_and_fails_each_save_is_away_all_the_same(clock: Clock) -> None:
     """Or saves that try once would fail for ever, and none would count."""
     with memory_url() as url:
-        job = Job(url, retry_seconds=RETRY_SECONDS)
+        job = Job(url, failures=cnr_store.Failures(retry_seconds=RETRY_SECONDS))
         with job.checkpointer.preemption([signal.SIGUSR1]):
             job.checkpointer.save(0).result()
             job.change(1)
@@ -242,7 +259,12 @@ def test_storage_that_answers_and_fails_each_save_is_away_all_the_same(clock: Cl
 def test_what_no_time_mends_counts_at_once(fault: Fault, clock: Clock) -> None:
     """Also during an outage."""
     with memory_url() as url:
-        job = Job(url, overlap="skip", on_failure="log", max_failures=2, retry_seconds=RETRY_SECONDS, **LATE)
+        job = Job(
+            url,
+            rows=2_000,
+            limits=cnr_store.Limits(snapshot_bytes=0, overlap="skip"),
+            failures=cnr_store.Failures(on_failure="log", max_failures=2, retry_seconds=RETRY_SECONDS),
+        )
         job.breaks("unreachable")
         job.try_to_save(1)
         job.breaks(fault)
@@ -262,7 +284,7 @@ def test_what_no_time_mends_counts_at_once(fault: Fault, clock: Clock) -> None:
 
 def test_an_orderly_end_waits(clock: Clock) -> None:
     with memory_url() as url:
-        job = Job(url, retry_seconds=RETRY_SECONDS)
+        job = Job(url, failures=cnr_store.Failures(retry_seconds=RETRY_SECONDS))
         with job.checkpointer:
             job.checkpointer.save(0).result()
             job.change(1)
@@ -276,7 +298,7 @@ def test_an_orderly_end_waits(clock: Clock) -> None:
 
 def test_an_orderly_end_waits_no_longer_than_that_time(clock: Clock) -> None:
     with memory_url() as url:
-        job = Job(url, on_failure="log", retry_seconds=RETRY_SECONDS)
+        job = Job(url, failures=cnr_store.Failures(on_failure="log", retry_seconds=RETRY_SECONDS))
         job.checkpointer.save(0).result()
         before = weight(job.model).clone()
         job.change(1)
@@ -300,7 +322,7 @@ def test_who_is_in_haste_tries_once(
     exits = False
     monkeypatch.setattr(save_queue, "is_exiting", lambda: exits)
     with memory_url() as url:
-        job = Job(url, retry_seconds=86_400)
+        job = Job(url, failures=cnr_store.Failures(retry_seconds=86_400))
         job.checkpointer.save(0).result()
         job.change(1)
         try:
@@ -327,7 +349,7 @@ def test_who_is_in_haste_tries_once(
 
 def test_a_preempted_save_goes_on_after_one_that_an_outage_cost(tmp_path: Path) -> None:
     """It is not refused to raise the failure of the other; and the end, outside of the block, is in haste, too."""
-    job = Job(tmp_path, retry_seconds=86_400)
+    job = Job(tmp_path, failures=cnr_store.Failures(retry_seconds=86_400))
     job.checkpointer.save(0).result()
     job.change(1)
     with pytest.raises(OutageError, match="step 2 was not saved"), job.checkpointer:
@@ -344,7 +366,7 @@ def test_a_preempted_save_goes_on_after_one_that_an_outage_cost(tmp_path: Path) 
 
 
 def test_a_preempted_save_has_the_rows_of_one_that_an_outage_cost(tmp_path: Path) -> None:
-    job = Job(tmp_path, retry_seconds=86_400)
+    job = Job(tmp_path, failures=cnr_store.Failures(retry_seconds=86_400))
     with job.checkpointer, job.checkpointer.preemption([signal.SIGUSR1]):
         job.checkpointer.save(0).result()
         job.change(1)
@@ -361,7 +383,9 @@ def test_a_preempted_save_has_the_rows_of_one_that_an_outage_cost(tmp_path: Path
 @pytest.mark.parametrize("wait", ["for the save before", "for itself", "in close"])
 def test_an_interrupt_ends_the_wait(wait: str, tmp_path: Path) -> None:
     """Ctrl-C while training waits for storage."""
-    job = Job(tmp_path, retry_seconds=86_400, **(LATE if wait == "for itself" else {}))
+    job = Job(
+        tmp_path, failures=cnr_store.Failures(retry_seconds=86_400), **(LATE if wait == "for itself" else {})
+    )
     waits = threading.Event()
 
     def unreachable(operation: str, key: str) -> Fault:
@@ -391,7 +415,7 @@ def test_an_interrupt_ends_the_wait(wait: str, tmp_path: Path) -> None:
 
 def test_a_load_waits_for_the_save_before_it(clock: Clock) -> None:
     with memory_url() as url:
-        job = Job(url, retry_seconds=RETRY_SECONDS)
+        job = Job(url, failures=cnr_store.Failures(retry_seconds=RETRY_SECONDS))
         with job.checkpointer:
             job.checkpointer.save(0).result()
             job.change(1)
@@ -418,7 +442,12 @@ def test_versions_are_what_the_model_was(history: list[str], overlap: Any, on_fa
     """Whatever happens, each version is the model of its step, and the last one has all."""
     with pytest.MonkeyPatch.context() as patch, memory_url() as url:
         clock = Clock(patch)
-        job = Job(url, rows=50, overlap=overlap, on_failure=on_failure, retry_seconds=RETRY_SECONDS)
+        job = Job(
+            url,
+            rows=50,
+            limits=cnr_store.Limits(overlap=overlap),
+            failures=cnr_store.Failures(on_failure=on_failure, retry_seconds=RETRY_SECONDS),
+        )
         saved: dict[int, torch.Tensor] = {}
         for step, what in enumerate(history):
             clock.now += 1

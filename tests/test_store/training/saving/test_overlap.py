@@ -68,7 +68,7 @@ class Job:
 
 
 def test_a_save_while_one_is_under_way_is_skipped_and_forgets_nothing(tmp_path: Path) -> None:
-    job = Job(tmp_path, overlap="skip")
+    job = Job(tmp_path, limits=cnr_store.Limits(overlap="skip"))
     job.checkpointer.save(0).result()
     job.change(1)
     with job.gate.closed():
@@ -92,7 +92,7 @@ def test_a_save_while_one_is_under_way_is_skipped_and_forgets_nothing(tmp_path: 
 
 @pytest.mark.parametrize(("usual", "asked"), [("wait", None), ("skip", "wait")])
 def test_a_save_that_waits_is_never_skipped(tmp_path: Path, usual: Any, asked: Any) -> None:
-    job = Job(tmp_path, overlap=usual)
+    job = Job(tmp_path, limits=cnr_store.Limits(overlap=usual))
     with job.checkpointer:
         with job.gate.closed():
             job.checkpointer.save(1)
@@ -195,7 +195,7 @@ def test_on_done_is_told_of_every_outcome_on_the_thread_that_writes(tmp_path: Pa
         assert pending.done()
         told.append((pending.step, pending.exception() is None, threading.current_thread().name))
 
-    job = Job(tmp_path, on_done=on_done, overlap="skip")
+    job = Job(tmp_path, on_done=on_done, limits=cnr_store.Limits(overlap="skip"))
     with job.checkpointer:
         with job.gate.failing():
             job.checkpointer.save(1).future.exception()
@@ -265,13 +265,15 @@ def test_on_done_must_not_work_on_the_checkpointer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overlap": "Skip"}, "overlap='Skip': give 'wait' or 'skip'"),
-        ({"overlap": None}, "overlap=None: give"),
+        ({"limits": {"overlap": "Skip"}}, "overlap='Skip': give 'wait' or 'skip'"),
+        ({"limits": {"overlap": None}}, "overlap=None: give"),
         ({"on_done": 3}, "on_done=3: give a function"),
     ],
 )
 def test_options_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
+        if "limits" in options:
+            options["limits"] = cnr_store.Limits(**options["limits"])
         Job(tmp_path, **options)
 
 

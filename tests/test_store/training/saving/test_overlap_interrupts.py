@@ -38,7 +38,13 @@ class Job:
         self.model = nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.checkpointer = cnr_store.Checkpointer(
-            place, self.model, self.optimizer, bits=32, policy="consecutive", rng=False, workers=1
+            place,
+            self.model,
+            self.optimizer,
+            bits=32,
+            policy="consecutive",
+            job=cnr_store.Job(rng=False),
+            limits=cnr_store.Limits(workers=1),
         )
         self.row = -1
 

@@ -84,7 +84,12 @@ def run(
     while True:
         program = Program(seed, optimizer)
         checkpointer = Checkpointer(
-            url, program.model, program.optimizer, state=program.state, unloaded="warn", **options
+            url,
+            program.model,
+            program.optimizer,
+            state=program.state,
+            job=cnr_store.Job(unloaded="warn"),
+            **options,
         )
         with checkpointer:
             begun = checkpointer.resume()

@@ -178,7 +178,9 @@ def test_compared_tables_get_a_step(tmp_path: Path, policy: Any) -> None:
 
     backend = FaultyBackend(open_backend(tmp_path), fault)
     options: dict[str, Any] = {"codec": {"*": LATTICE}, "state_bits": {"*": "m3"}, "policy": policy}
-    with Checkpointer(backend, model, optimizer, **options, retry_seconds=0) as checkpointer:
+    with Checkpointer(
+        backend, model, optimizer, **options, failures=cnr_store.Failures(retry_seconds=0)
+    ) as checkpointer:
         for step in range(4):
             (torch.randn(ROWS, DIM) * weight).sum().backward()
             optimizer.step()

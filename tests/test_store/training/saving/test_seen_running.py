@@ -91,7 +91,12 @@ def test_stats_count_folds(tmp_path: Path) -> None:
     down: list[bool] = []
     backend = FaultyBackend(open_backend(tmp_path), lambda *_: "before" if down else None)
     with Checkpointer(
-        backend, make_model(), policy="consecutive", max_chain=3, bits=32, retry_seconds=0
+        backend,
+        make_model(),
+        policy="consecutive",
+        retention=cnr_store.Retention(max_chain=3),
+        bits=32,
+        failures=cnr_store.Failures(retry_seconds=0),
     ) as checkpointer:
         counted = []
         for step in range(9):
@@ -123,7 +128,7 @@ def test_on_done_sees_the_stats(tmp_path: Path) -> None:
 def test_a_save_under_way_shows_its_state(tmp_path: Path) -> None:
     weather = Weather()
     backend = FaultyBackend(open_backend(tmp_path), weather)
-    with Checkpointer(backend, make_model(), overlap="skip") as checkpointer:
+    with Checkpointer(backend, make_model(), limits=cnr_store.Limits(overlap="skip")) as checkpointer:
         weather.change(None, hold=True)
         pending = checkpointer.save(7)
         skipped = checkpointer.save(8)
@@ -253,7 +258,10 @@ def test_explain_counts_the_rows_of_the_save_before(tmp_path: Path) -> None:
     """A delta since the baseline holds them again; one that failed left them to the next save."""
     model, weather = make_model(), Weather()
     backend = FaultyBackend(open_backend(tmp_path), weather)
-    options: dict[str, Any] = {"policy": "one-shot", "on_failure": "log", "retry_seconds": 0}
+    options: dict[str, Any] = {
+        "policy": "one-shot",
+        "failures": cnr_store.Failures(on_failure="log", retry_seconds=0),
+    }
     with Checkpointer(backend, model, bits=32, **options) as saving:
         saving.save(0)
         change(saving, model, [1, 2])

@@ -45,7 +45,7 @@ model = torch.nn.Embedding(ROWS, DIM, sparse=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 before, found = resident(), {{}}
 checkpointer = cnr_store.Checkpointer(
-    sys.argv[1] + "/store", model, optimizer, bits=8, policy="consecutive", audit=False
+    sys.argv[1] + "/store", model, optimizer, bits=8, policy="consecutive", tracking=cnr_store.Tracking(audit=False)
 )
 """
 _WHOLE_AND_SMALL = """

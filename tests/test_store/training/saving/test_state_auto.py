@@ -184,9 +184,9 @@ def check_history(
     backend = FaultyBackend(open_backend(url), fault)
     options = AUTO | {
         "policy": policy,
-        "retry_seconds": 0,
-        "audit": False,
-        "snapshot_bytes": (seed % 2) << 30,
+        "failures": cnr_store.Failures(retry_seconds=0),
+        "tracking": cnr_store.Tracking(audit=False),
+        "limits": cnr_store.Limits(snapshot_bytes=(seed % 2) << 30),
     }
     with cnr_store.Checkpointer(backend, job.model, job.optimizer, **options) as checkpointer:
         job.train(random, 6)
@@ -327,7 +327,10 @@ def test_other_state_is_on_a_plain_grid_and_never_divides_by_0(tmp_path: Path, n
         if (tensor >= 0).all():
             tensor[::7] = 1e-42  # subnormal
             tensor[1::7] = 3e38  # beyond the grid
-    options = AUTO | {"state_bits": {"*": "auto"}, "trusted_optimizers": [OwnRowWise]}
+    options = AUTO | {
+        "state_bits": {"*": "auto"},
+        "tracking": cnr_store.Tracking(trusted_optimizers=[OwnRowWise]),
+    }
     with cnr_store.Checkpointer(tmp_path, job.model, job.optimizer, **options) as checkpointer:
         version = checkpointer.save(0).result().id
     cnr_store.load(str(tmp_path), other.model, other.optimizer)
@@ -384,7 +387,9 @@ def save_on_a_rank(url: Path) -> list[dict[str, Any]]:
     for table in job.model.values():
         fully_shard(table)
     job.optimizer = job.make(job.model.parameters())
-    with cnr_store.Checkpointer(url, job.model, job.optimizer, timeout_seconds=30, **AUTO) as checkpointer:
+    with cnr_store.Checkpointer(
+        url, job.model, job.optimizer, failures=cnr_store.Failures(timeout_seconds=30), **AUTO
+    ) as checkpointer:
         for step in range(2):
             job.train(random, 15)
             version = checkpointer.save(step).result().id

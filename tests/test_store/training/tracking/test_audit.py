@@ -200,7 +200,7 @@ def test_a_table_of_another_size_is_not_compared() -> None:
 @pytest.mark.parametrize("wrong", [-1, 1.5, "yes"])
 def test_what_is_no_size_is_refused(wrong: Any) -> None:
     with pytest.raises(OptionError, match="audit="):
-        cnr_store.Checkpointer("memory://audit", nn.Embedding(3, 2), audit=wrong)
+        cnr_store.Checkpointer("memory://audit", nn.Embedding(3, 2), tracking=cnr_store.Tracking(audit=wrong))
 
 
 def looked_up(table: nn.Embedding) -> Any:
@@ -268,7 +268,10 @@ def test_a_change_that_torch_does_not_count_is_an_error_and_then_saved_whole(
 
 @pytest.mark.parametrize("remedy", ["touch", "full", "off", "policy"])
 def test_what_to_do_about_such_changes(tmp_path: Path, remedy: str) -> None:
-    by_option: dict[str, dict[str, Any]] = {"off": {"audit": False}, "policy": {"policy": "full"}}
+    by_option: dict[str, dict[str, Any]] = {
+        "off": {"tracking": cnr_store.Tracking(audit=False)},
+        "policy": {"policy": "full"},
+    }
     options = by_option.get(remedy, {})
     job = Trained(tmp_path, **options)
     with job.checkpointer:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
+import cnr_store
 from cnr_store import Checkpointer
 
 Make = Callable[[nn.ModuleDict], list[Optimizer]]
@@ -75,4 +76,4 @@ def test_state_that_is_saved_or_left_out_on_purpose_is_not(
         return optimizers
 
     assert said_of(tmp_path / "a", caplog, model, same, 0, state={"optimizer": optimizers[1]}) == []
-    assert said_of(tmp_path / "b", caplog, model, same, 0, exclude="top*") == []
+    assert said_of(tmp_path / "b", caplog, model, same, 0, tracking=cnr_store.Tracking(exclude="top*")) == []

@@ -36,7 +36,7 @@ class Job:
             self.optimizer if optimizer == "given" else None,
             policy="consecutive",
             bits=32,
-            audit=False,
+            tracking=cnr_store.Tracking(audit=False),
         )
         self.step = 0
         self.save()
@@ -113,7 +113,7 @@ def test_a_table_is_whole_if_the_state_of_its_optimizer_is_shared(tmp_path: Path
     optimizer = Adagrad(model.parameters())
     optimizer.share_memory()
     with cnr_store.Checkpointer(
-        tmp_path, model, optimizer, policy="consecutive", bits=32, audit=False
+        tmp_path, model, optimizer, policy="consecutive", bits=32, tracking=cnr_store.Tracking(audit=False)
     ) as checkpointer:
         checkpointer.save(1).result()
         optimizer.state[model.weight]["sum"].numpy()[7] = 5  # as another process would
@@ -284,7 +284,9 @@ def test_a_parameter_that_grows_over_a_table_makes_it_whole(tmp_path: Path) -> N
 def test_a_buffer_beside_the_state_dict_over_a_table_makes_it_whole(tmp_path: Path) -> None:
     table = nn.Embedding(ROWS, 3)
     table.register_buffer("view", table.weight.data[4:], persistent=False)
-    with cnr_store.Checkpointer(tmp_path, table, policy="consecutive", bits=32, audit=False) as checkpointer:
+    with cnr_store.Checkpointer(
+        tmp_path, table, policy="consecutive", bits=32, tracking=cnr_store.Tracking(audit=False)
+    ) as checkpointer:
         checkpointer.save(1).result()
         table.get_buffer("view")[0] = 5
         assert checkpointer.save(2).result().rows == ROWS

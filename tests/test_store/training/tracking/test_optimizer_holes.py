@@ -52,8 +52,7 @@ class Job:
             self._given,
             bits=32,
             policy="consecutive",
-            audit=False,
-            trusted_optimizers=self._trusted,
+            tracking=cnr_store.Tracking(audit=False, trusted_optimizers=self._trusted),
         )
 
     def train(self, *rows: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
+import cnr_store
 from cnr_store import Checkpointer, VersionInfo, load
 from tests.test_store.support.rowwise_optimizers import OwnRowWise
 
@@ -26,7 +27,12 @@ class Job:
         self.model = nn.ModuleDict({"t": table})
         self.table: Any = table
         self.optimizer: Any = kind(self.model.parameters(), lr=0.1)
-        self.options = {"policy": "consecutive", "bits": 32, "audit": False, **options}
+        self.options = {
+            "policy": "consecutive",
+            "bits": 32,
+            "tracking": cnr_store.Tracking(audit=False),
+            **options,
+        }
         self.is_changing = False
 
     def checkpointer(self) -> Checkpointer:
@@ -196,7 +202,12 @@ def test_a_step_without_momentum_explains_no_change_of_what_momentum_left(
 
 
 def test_a_trusted_step_explains_every_change(tmp_path: Path) -> None:
-    job = Job(tmp_path, nn.Embedding(ROWS, 4), OwnRowWise, trusted_optimizers=[OwnRowWise])
+    job = Job(
+        tmp_path,
+        nn.Embedding(ROWS, 4),
+        OwnRowWise,
+        tracking=cnr_store.Tracking(audit=False, trusted_optimizers=[OwnRowWise]),
+    )
     job.train(1)
     job.slots["ema"] = torch.zeros(ROWS, 4)
     job.optimizer.register_step_pre_hook(lambda *_: job.change(job.slots["ema"], row=3))

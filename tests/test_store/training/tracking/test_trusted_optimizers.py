@@ -41,7 +41,7 @@ class Job:
         self.model = nn.Sequential(nn.EmbeddingBag(ROWS, DIM, mode="sum"), nn.Linear(DIM, 1, bias=False))
         self.weight = self.model.get_parameter("0.weight")
         self.optimizer: Optimizer = kind(self.model.parameters(), lr=0.1)
-        given: dict[str, Any] = {"bits": 32, "policy": "consecutive", "audit": 1 << 20} | options
+        given: dict[str, Any] = {"bits": 32, "policy": "consecutive"} | options
         self.checkpointer = Checkpointer(url, self.model, self.optimizer, **given)
 
     def backward(self, *rows: int) -> None:
@@ -105,14 +105,14 @@ def test_a_class_of_ones_own_is_saved_by_rows(
     tmp_path: Path, closing: list[Job], kind: type[Optimizer]
 ) -> None:
     Adagrad([nn.Parameter(torch.zeros(1))])  # after which its step calls hooks, whoever calls it
-    check_small_deltas(tmp_path, closing, kind, trusted_optimizers=[kind])
+    check_small_deltas(tmp_path, closing, kind, tracking=cnr_store.Tracking(trusted_optimizers=[kind]))
 
 
 @pytest.mark.parametrize("kind", [OwnRowWise, TwoChanges])
 def test_rows_looked_up_before_a_save_and_stepped_after_it_are_in_the_next(
     tmp_path: Path, closing: list[Job], kind: Any
 ) -> None:
-    job = Job(tmp_path, kind, trusted_optimizers=(kind,))
+    job = Job(tmp_path, kind, tracking=cnr_store.Tracking(trusted_optimizers=(kind,)))
     closing.append(job)
     job.train(1)
     job.rows_saved(0)
@@ -139,7 +139,7 @@ def test_a_step_may_do_what_it_likes_with_gradients_and_counters(kind: Any) -> N
 
 
 def test_a_change_that_no_gradient_is_left_of_is_not_believed(tmp_path: Path, closing: list[Job]) -> None:
-    job = Job(tmp_path, DropsGradients, trusted_optimizers=[DropsGradients])
+    job = Job(tmp_path, DropsGradients, tracking=cnr_store.Tracking(trusted_optimizers=[DropsGradients]))
     closing.append(job)
     for step in range(2):
         job.train(step)
@@ -160,7 +160,7 @@ def test_rows_of_a_step_that_raised_behind_its_update_are_flagged() -> None:
 
 
 def test_changes_of_others_are_noticed_as_ever(tmp_path: Path, closing: list[Job]) -> None:
-    job = Job(tmp_path, OwnRowWise, trusted_optimizers=[OwnRowWise])
+    job = Job(tmp_path, OwnRowWise, tracking=cnr_store.Tracking(trusted_optimizers=[OwnRowWise]))
     closing.append(job)
     job.train(1)
     job.rows_saved(0)
@@ -175,7 +175,7 @@ def test_changes_of_others_are_noticed_as_ever(tmp_path: Path, closing: list[Job
 
 
 def test_a_class_that_moves_other_rows_is_caught(tmp_path: Path, closing: list[Job]) -> None:
-    job = Job(tmp_path, Lies, trusted_optimizers=[Lies])
+    job = Job(tmp_path, Lies, tracking=cnr_store.Tracking(trusted_optimizers=[Lies]))
     closing.append(job)
     job.train(1)
     job.rows_saved(0)
@@ -197,7 +197,7 @@ class Namesake(OwnRowWise):
 def test_others_are_compared_and_the_log_says_what_to_do(
     tmp_path: Path, closing: list[Job], kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(tmp_path, kind, trusted_optimizers=[RowWiseAdagrad, Lies])
+    job = Job(tmp_path, kind, tracking=cnr_store.Tracking(trusted_optimizers=[RowWiseAdagrad, Lies]))
     closing.append(job)
     with caplog.at_level(logging.WARNING, "cnr_store"):
         for step in range(3):
@@ -219,7 +219,7 @@ def test_settings_of_known_classes_count_whoever_trusts_them(tmp_path: Path, clo
     def momentum(params: Any, lr: float) -> SGD:
         return SGD(params, lr=lr, momentum=0.9)
 
-    job = Job(tmp_path, momentum, trusted_optimizers=[SGD, RowWiseAdagrad])
+    job = Job(tmp_path, momentum, tracking=cnr_store.Tracking(trusted_optimizers=[SGD, RowWiseAdagrad]))
     closing.append(job)
     for step in range(2):
         job.train(step)
@@ -262,7 +262,7 @@ def test_settings_of_torchrecs_class_are_looked_at(settings: dict[str, Any], why
 )
 def test_what_is_no_list_of_optimizer_classes_is_refused(tmp_path: Path, given: Any) -> None:
     with pytest.raises(OptionError, match="trusted_optimizers"):
-        Checkpointer(tmp_path, nn.Embedding(3, 2), trusted_optimizers=given)
+        Checkpointer(tmp_path, nn.Embedding(3, 2), tracking=cnr_store.Tracking(trusted_optimizers=given))
 
 
 def test_objects_are_refused(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_objects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         OptionError, match=r"trusted_optimizers holds an object of type OwnRowWise: give subclasses"
     ):
-        Checkpointer(tmp_path, table, mine, trusted_optimizers=mine)
+        Checkpointer(tmp_path, table, mine, tracking=cnr_store.Tracking(trusted_optimizers=mine))
 
 
 class OfClosure(Optimizer):
