@@ -385,6 +385,27 @@ def test_salvage_looks_beneath_a_damaged_fold(tmp_path: Path) -> None:
     np.testing.assert_array_equal(job.weight.detach().numpy(), job.expected[fourth])
 
 
+def test_codes_that_other_code_overwrote_make_rows_absolute_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, RELATIVE, policy="consecutive")
+    with job.checkpointer() as checkpointer:
+        job.save(checkpointer)
+        checkpointer._saves.finish_latest()
+        known = checkpointer._saves.planner._code_cache._known[PATH]
+        assert known.codes is not None
+        known.codes[:, 1:] += 1
+        versions = []
+        for step in (1, 2):
+            job.train(step)
+            versions.append(job.save(checkpointer))
+    for version in versions:
+        np.testing.assert_array_equal(held(tmp_path, version), job.expected[version])
+    assert [relative_rows(tmp_path, version) > 0 for version in versions] == [False, True]
+    (told,) = (each for each in caplog.messages if "memory may be damaged" in each)
+    assert told.endswith("Its rows are written absolute in this save")
+
+
 def test_another_parent_is_told_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if one byte of the codes in memory had been another, in a row that is not read back before the save: a read
     of the version it was written for finds it.
