@@ -23,10 +23,11 @@ from cnr_backends import open_backend
 from cnr_store import Checkpointer, RanksError, SaveError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.format import grid
+from cnr_store.training.saving import decays
 from tests.nightly import at_night
-from tests.test_codecs.references import floating, lattice
-from tests.test_codecs.references.floating import floating_values
+from tests.test_codecs.references import lattice
 from tests.test_codecs.references.lattice import values_of
+from tests.test_codecs.references.moved import moved_codes, moved_values
 from tests.test_store.chains.test_relative import RELATIVE, count_relative, no_findings
 from tests.test_store.ranks.support.failing_save import POINT, TIMEOUT_SECONDS, prepare
 from tests.test_store.ranks.support.rank_processes import run_ranks
@@ -137,6 +138,7 @@ def live(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if world > 1:
         cut_small()
+    decays._LEAST_ROWS = USERS
     random, notes = np.random.default_rng(life), Notes(folder, rank)
     model = GridModel(rank, world, is_adam)
     trouble, backend = prepare(url, phase if rank == victim else "", how, rank)
@@ -192,6 +194,7 @@ def check(url: str, folder: Path, world: int) -> tuple[int, int]:
     """Compare all versions and all loads with the integers of what was written down; how many these are."""
     ranks, catalog = [Notes(folder, rank) for rank in range(world)], Catalog(open_backend(url))
     expected: dict[str, Values] = {"": {}}
+    moves: dict[str, Any] = {}
     for record in catalog.oldest_first():
         parts = [each.read(f"save-{record.step}") for each in ranks]
         (previous,) = {str(each["previous"]) for each in parts}
@@ -204,12 +207,13 @@ def check(url: str, folder: Path, world: int) -> tuple[int, int]:
         for name in names:
             path = PATHS[name]
             entry, kept = record.arrays[path], on_grid(values[name], record.arrays[path].codec)
-            if entry.kind == "delta":
+            if entry.kind == "delta" and entry.move == moves[previous][path]:
                 same = np.equal(values[name], before[name]).all(axis=1)
                 kept = np.where(same[:, None], expected[previous][name], kept)
             np.testing.assert_array_equal(read(url, record.id, path), kept, f"{record.step} {name}")
             found[name] = kept
         expected[record.id] = found
+        moves[record.id] = {path: entry.move for path, entry in record.arrays.items()}
     for name in ranks[0].loads():
         loaded = [each.read(name) for each in ranks]
         (version,) = {str(each["previous"]) for each in loaded}
@@ -224,8 +228,9 @@ def on_grid(values: Any, codec: Any) -> Any:
         codes, raw = lattice.codes_of(values, codec["step"], 32767)
         found = values_of(codes, codec["step"], "float32")
     else:
-        codes, raw = floating.codes_of(values, codec["mantissa_bits"], "float32")
-        found = floating_values(codes, codec["mantissa_bits"], "float32")
+        grid_of = codec["mantissa_bits"], codec.get("scale", 1.0), codec.get("shift", 0)
+        codes, raw = moved_codes(values, *grid_of)
+        found = moved_values(codes, *grid_of)
     return np.where(raw[:, None], values, found)
 
 
@@ -261,5 +266,7 @@ def test_versions_are_the_integers_of_the_values_at_the_last_saves(
     saves, loads = check(url, folder, world)
     assert saves >= (SAVES - 1) * lives
     assert loads == lives - 1 + sum(life % 4 > 0 for life in range(lives))
+    records = Catalog(open_backend(url)).oldest_first()
+    assert any("moving" in record.requires for record in records) == is_adam
     assert sum(count_relative(url, each.id) for each in cnr_store.versions(url)) > 100
     no_findings(Path(url))
