@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cnr_store.training.distributed.torchrec import ShardedModule, first_of, lookups
-
-Mark: TypeAlias = Callable[[str, int, torch.Tensor], None]
-"""Gets a table's name, the first row of the local shard, and rows of that shard: int64, none or many, in any order."""
+from cnr_store.training.distributed.sharded import ShardedModule, lookups
+from cnr_store.training.distributed.torchrec import first_of
 
 
 class LookupHooks:
@@ -28,7 +26,7 @@ class LookupHooks:
     that computes. A row that an id out of range stands for is among those that it gets.
     """
 
-    def __init__(self, sharded: ShardedModule, mark: Mark) -> None:
+    def __init__(self, sharded: ShardedModule, mark: Callable[[str, int, torch.Tensor], None]) -> None:
         self.sharded, self._mark = sharded, mark
         self._names = {table.name.split(".")[-2]: table.name for table in sharded.tables}
         self._interval = 0

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.pieces import local_pieces
-from cnr_store.training.distributed.torchrec import ShardedModule
+from cnr_store.training.distributed.sharded import ShardedModule
 
 
 def take_fused(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], int | None]:
@@ -56,23 +55,6 @@ def check_kept(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]
                         f"{type(leaf).__name__} keeps state for {name!r}, which is no table that TorchRec shards in "
                         "the model, so that it can't be saved; shard the module with DistributedModelParallel, or "
                         "train an EmbeddingBagCollection with an optimizer that steps"
-                    )
-
-
-def check_dense_kernels(optimizers: Sequence[Optimizer], sharded: Sequence[ShardedModule]) -> None:
-    """Check that no optimizer keeps state for tables that ranks share under the compute kernel ``dense``."""
-    for module in sharded if optimizers else ():
-        tables = {each.name for each in module.tables if each.optimizer is None and not each.replicated}
-        for name, parameter in module.module.named_parameters() if tables else ():
-            name = f"{module.path}.{name}" if module.path else name
-            for optimizer in optimizers if name in tables else ():
-                if any(
-                    isinstance(kept, torch.Tensor) for kept in optimizer.state.get(parameter, {}).values()
-                ):
-                    raise UnsupportedModelError(
-                        f"table {name!r} is sharded with the compute kernel 'dense', and {type(optimizer).__name__} "
-                        "keeps state for its rows, which can't be stored by rows; shard it with a fused kernel "
-                        "(compute_kernel='fused'), or train it with an optimizer without state"
                     )
 
 

@@ -15,7 +15,7 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import table_name, weight_path
 from cnr_store.training.distributed.dtensors import held_pieces, is_dtensor
 from cnr_store.training.distributed.pieces import ColumnPart, LocalPiece, column_parts
-from cnr_store.training.distributed.torchrec import ShardedModule, ShardedTable
+from cnr_store.training.distributed.sharded import ShardedModule, ShardedTable
 from cnr_store.training.model.memory import overlapping
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.patterns import NOTHING, Exclusion

@@ -18,13 +18,8 @@ from cnr_store.format.layout import dense_path, table_name
 from cnr_store.format.stored_paths import place
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_no_flat_parameters, reshard
-from cnr_store.training.distributed.torchrec import ShardedModule, find_sharded
-from cnr_store.training.distributed.torchrec_optimizers import (
-    check_dense_kernels,
-    check_kept,
-    follow_inner,
-    take_fused,
-)
+from cnr_store.training.distributed.sharded import ShardedModule, check_dense_kernels
+from cnr_store.training.distributed.torchrec_door import check_kept, find_sharded, follow_inner, take_fused
 from cnr_store.training.model.dense_state import absent_parameters, named_state
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import (

@@ -12,9 +12,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cnr_store.training.distributed.torchrec import ShardedModule
-from cnr_store.training.distributed.torchrec_lookups import LookupHooks
-from cnr_store.training.distributed.torchrec_optimizers import passes_steps_on
+from cnr_store.training.distributed.sharded import ShardedModule
+from cnr_store.training.distributed.torchrec_door import passes_steps_on, watch_lookups
 from cnr_store.training.tracking.table_tracker import STATE_OUTSIDE, TableTracker
 from cnr_store.training.tracking.version_counter import VersionCounter
 
@@ -112,7 +111,7 @@ class ShardedLookups:
         self, modules: Sequence[ShardedModule], trackers: Sequence[TableTracker], hooks: ExitStack
     ) -> None:
         self._trackers = {tracker.table.key: tracker for tracker in trackers} if modules else {}
-        self._hooks = [LookupHooks(module, self._mark) for module in modules]
+        self._hooks = [watch_lookups(module, self._mark) for module in modules]
         for each in self._hooks:
             hooks.callback(each.remove)
         self._slots = {

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from cnr_store.errors import ModelMismatchError
 from cnr_store.policies.whole_tables import ADVICE, describe, summary
-from cnr_store.training.distributed.torchrec import ShardedModule
+from cnr_store.training.distributed.sharded import ShardedModule
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
-from cnr_store.training.distributed.torchrec import ShardedTable, find_sharded
+from cnr_store.training.distributed.sharded import ShardedTable, bare_lookups
+from cnr_store.training.distributed.torchrec import find_sharded
 from cnr_store.training.distributed.torchrec_lookups import LookupHooks
 from tests.nightly import NIGHT
 from tests.test_store.support.distributed.sharded_model import (
@@ -343,7 +344,7 @@ def ranks_without_tables_keep_nothing() -> None:
     marked = Marked(model)
     _step(model, 0)
     for each in marked.sharded:
-        for lookup in torchrec.bare_lookups(each.module):
+        for lookup in bare_lookups(each.module):
             assert not lookup._dummy_embs_tensor._backward_hooks
 
 
