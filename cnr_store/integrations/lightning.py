@@ -162,7 +162,7 @@ class CnrCheckpoint(Callback):
             (pl_module, last_hook_of_validation(pl_module), self._end_validation),
             (loop, "on_advance_end", self._end_epoch),
             (pl_module, "on_train_end", self._end_training),
-            (loop, "load_state_dict", position),
+            (loop, "load_state_dict", self._position),
         ):
             self._behind.append(HookBehind(place, name, partial(self._call_behind, call, trainer)))
         self._loaded_rng = self._io.begin()  # until the first batch
@@ -211,6 +211,9 @@ class CnrCheckpoint(Callback):
                 # Lightning then draws the order of the next epoch from these.
                 trainer.fit_loop._resuming_from_checkpoint = False
 
+    def _position(self, trainer: Any) -> None:
+        position(trainer, bool(self._io.checkpoint.get(REMARKS, {}).get("cut_off")))
+
     def _validate_first(self, loop: Any) -> None:
         """Let a fit that resumes where a validation was cut off run it, whole. Lightning would leave it out."""
         if loop._skip_next_val:
@@ -220,8 +223,13 @@ class CnrCheckpoint(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Note the random numbers before a validation: if a SIGTERM cuts it off, a resumed fit runs all of it."""
         loop = trainer.fit_loop
-        if self._options.get("job", Job()).rng and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        self._io.validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        if self._io.validates and self._options.get("job", Job()).rng:
             self._rng_before_validation = rng_state()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What is saved from here on is behind the validation, or cut it off."""
+        self._io.validates = False
 
     def _end_validation(self, trainer: Any) -> None:
         """Save what was validated, if it has the metric or a save is due. Lightning goes on behind it."""

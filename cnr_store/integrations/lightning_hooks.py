@@ -113,9 +113,17 @@ def restore_trained(trainer: Any, exception: Any) -> None:
             one.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 
-def position(trainer: Any) -> None:
-    """Let a fit loop go on where its state, which was just loaded, says, where Lightning would not."""
+def position(trainer: Any, is_cut_off: bool) -> None:
+    """Let a fit loop go on where its state, which was just loaded, says, where Lightning would not.
+
+    `is_cut_off`: whether it begins with the validation behind its last batch.
+    """
     loop = trainer.fit_loop
+    batches = loop.epoch_loop.batch_progress
+    if (
+        is_cut_off and batches.total.completed < batches.total.processed
+    ):  # saved in the last hook of that batch
+        batches.increment_completed()
     epochs = loop.epoch_progress.current
     if epochs.ready == epochs.started == epochs.processed:  # with `max_steps`, this epoch would restart
         loop._restarting = loop.epoch_loop.restarting = False

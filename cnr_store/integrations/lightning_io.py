@@ -61,6 +61,8 @@ class StoreIO(CheckpointIO):
         Which version Lightning was given, and what it got of it, until training starts.
     remarks
         What is stored beside Lightning's checkpoint, for the fit that resumes.
+    validates
+        Whether a validation follows what is saved now.
     """
 
     def __init__(self, trainer: Any, url: Url, options: Mapping[str, Any]) -> None:
@@ -75,6 +77,7 @@ class StoreIO(CheckpointIO):
         self.version: str | None = None
         self.checkpoint: dict[str, Any] = {}
         self.remarks: dict[str, Any] = {}
+        self.validates = False
         self._optimizer_states: list[Any] = []
 
     def save_checkpoint(
@@ -153,7 +156,8 @@ class StoreIO(CheckpointIO):
     def _pack(self, checkpoint: dict[str, Any]) -> Any:
         """What is stored of a checkpoint: all but tables, tensors and optimizers, which are saved anyway."""
         module = self._trainer.lightning_module
-        kept = {**checkpoint, REMARKS: {**self.remarks, "metrics": self.metrics.all()}}
+        ours = {**self.remarks, "metrics": self.metrics.all()}
+        kept = {**checkpoint, REMARKS: ours | ({"cut_off": True} if self.validates else {})}
         if "optimizer_states" in kept:
             kept["optimizer_states"] = []
         for one in (module, getattr(self._trainer, "datamodule", None)):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
@@ -150,6 +150,30 @@ def test_a_validation_that_a_sigterm_cut_off_is_run_first(
     assert second.validated == [at for at in range(step, EPOCHS * BATCHES + 1, each) for _ in range(4)]
     assert trainer.global_step == EPOCHS * BATCHES
     assert stopping[1].wait_count == 0
+    for name, tensor in undisturbed.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize(("step", "options"), [(4, {"val_check_interval": 4}), (BATCHES, {})])
+def test_a_validation_that_follows_a_marker_is_run_first(
+    tmp_path: Path, step: int, options: dict[str, Any]
+) -> None:
+    url, (undisturbed, first, second) = str(tmp_path / "store"), (Measured() for _ in range(3))
+    options |= {"validation": plain_loader(), "num_sanity_val_steps": 0}
+    kept = [
+        ModelCheckpoint(tmp_path / "kept", every_n_train_steps=step, save_on_train_epoch_end=False)
+        for _ in range(2)
+    ]
+    torch.manual_seed(1)
+    fit(tmp_path, module=undisturbed, **options)
+    torch.manual_seed(1)
+    options["enable_checkpointing"] = True
+    with pytest.raises(StopsError):
+        fit(tmp_path, CnrCheckpoint(url, 100, bits=32), kept[0], StopsAt(step + 2), module=first, **options)
+    fit(tmp_path, CnrCheckpoint(url, 100, bits=32, resume=True), kept[1], module=second, **options)
+    assert second.validated == [at for at in undisturbed.validated if at >= step]
     for name, tensor in undisturbed.state_dict().items():
         assert torch.equal(second.state_dict()[name], tensor), name
 
