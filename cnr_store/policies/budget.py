@@ -24,8 +24,8 @@ MAX_STEP, MIN_STEP = 0.2, 1e-3
 """The coarsest step of which that was measured, and the finest of a lattice: beneath it tables are lossless."""
 
 _SHARE, _MOST_SHARE = 0.1, 0.2
-STATE, MIN_STATE_BUDGET = "m3", 0.006
-"""How optimizer state is stored, and the budget of which it takes a tenth: it costs up to .0006 per cent in a run."""
+STATE, MIN_STATE_BUDGET = "auto", 0.01
+"""How optimizer state is stored, and the budget of which it takes a tenth: it costs up to .001 per cent in a run."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ WIDTHS = (2, 3, 4, 8, 32)
 LOSSLESS = 32
 MANTISSAS = {f"m{bits}": bits for bits in (*range(1, 8), 23)}
 """Bits of the mantissa, by the widths of state on a floating grid."""
-AUTO, AUTO_STATE, AUTO_DROPPED = "auto", "m3", "m1"
+AUTO, AUTO_STATE, AUTO_FIRST = "auto", "m3", "m2"
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+"""State of the torch optimizers that is a mean of gradients, and is not divided by."""
 """The width of state that goes by its optimizer; what that is for most state, and for what is stored without its small
 values."""
 LOSSLESS_BELOW_BYTES = 16 << 10
@@ -147,9 +149,9 @@ def match_pattern(patterns: Mapping[str, T], table: str) -> T | None:
 class StateWidths:
     """How many bits the values of row-wise optimizer state get.
 
-    `given`: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` or ``"m23"`` (so many bits of the mantissa), ``"auto"`` (by
-    its optimizer), or a mapping from patterns of ``TABLE/SLOT`` to these; a pattern without ``/`` means all slots of
-    the tables that it fits.
+    `given`: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` or ``"m23"`` (so many bits of the mantissa), ``"auto"``
+    (``"m2"`` for first moments, else ``"m3"``), or a mapping to these from patterns of ``TABLE/SLOT``; one without
+    ``/`` means all slots of the tables that it fits.
     `otherwise`: the width of what nothing is given for.
     """
 
@@ -164,7 +166,7 @@ class StateWidths:
     def quantized(self) -> set[int | str]:
         """The widths that rows may get, without lossless."""
         given = {self._width, *self._by_pattern.values()}
-        return given - {LOSSLESS, AUTO} | ({AUTO_STATE, AUTO_DROPPED} if AUTO in given else set())
+        return given - {LOSSLESS, AUTO} | ({AUTO_STATE, AUTO_FIRST} if AUTO in given else set())
 
     def check_tables(self, tables: Sequence[str]) -> None:
         """Refuse patterns that fit no table. Slots are not checked: optimizers make them at their first step."""
@@ -198,11 +200,15 @@ class StateWidths:
 
     def of(self, table: str, slot: str, nbytes: int) -> int | str:
         """Width for one array. Arrays under `LOSSLESS_BELOW_BYTES` stay lossless unless a pattern names them."""
-        for pattern, width in self._by_pattern.items():
+        width = LOSSLESS if nbytes < LOSSLESS_BELOW_BYTES else self._width
+        for pattern, named in self._by_pattern.items():
             of_table, of_slot = _table_and_slot(pattern)
             if fnmatch.fnmatchcase(table, of_table) and fnmatch.fnmatchcase(slot, of_slot):
-                return width
-        return LOSSLESS if nbytes < LOSSLESS_BELOW_BYTES else self._width
+                width = named
+                break
+        if width != AUTO:
+            return width
+        return AUTO_FIRST if slot.partition("@")[0] in FIRST_MOMENTS else AUTO_STATE
 
 
 def _table_and_slot(pattern: str) -> tuple[str, str]:

@@ -108,9 +108,8 @@ class Checkpointer:
         Width of optimizer state that follows rows: 2, 3, 4, 8, 32 (lossless), ``"m1"`` to ``"m7"`` (that many bits of
         the mantissa, entropy-coded), ``"m23"`` (lossless, in fewer bytes), ``"auto"``, or a mapping to
         these from patterns of ``TABLE/SLOT``, such as ``"users/exp_avg*"``. By default, and
-        where no pattern fits, state is lossless, or ``m3`` under a budget.
-        ``auto`` is ``"m3"``, but first moments of torch's Adam, AdamW, NAdam, RAdam, SGD and RMSprop are stored without
-        what moves a weight by less than a quarter of the step of its lattice, and ``"m1"``.
+        where no pattern fits, state is lossless, or ``auto`` under a budget of 0.01 or more.
+        ``auto`` is ``"m2"`` for ``exp_avg`` and ``momentum_buffer``, which nothing is divided by, and ``"m3"`` else.
     state
         Further objects with `state_dict` and `load_state_dict`, by name: schedulers, scalers, metrics.
     storage_options

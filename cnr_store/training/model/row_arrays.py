@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from cnr_codecs.lattice.floating import write_without_small
 from cnr_codecs.lattice.steps import median_scale, scale_counts
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
@@ -37,24 +36,6 @@ MOST_ROWS_KEPT = 1 << 15
 _SAMPLED_ROWS = 4096
 
 
-@dataclass(frozen=True, eq=False)
-class Drop:
-    """Which values of a first moment are stored as 0, since they move no weight by much any more."""
-
-    second: RowArray | None  # what the moment's steps are divided by the root of; None if by nothing
-    # A value is dropped if its magnitude times `scale` is below the root times `root`, plus `floor`.
-    scale: float
-    root: float
-    floor: float
-
-    def write(self, values: AnyArray, ids: AnyArray | slice, out: AnyArray) -> None:
-        """Write rows as they are to be stored; `out` may be the memory of `values`."""
-        seconds, second = values, self.second
-        if second is not None:
-            seconds = second.live_rows(ids, np.empty(values.shape, array_dtype(second.dtype)))
-        write_without_small(values, seconds, self.scale, self.root, self.floor, out)
-
-
 @dataclass(frozen=True)
 class RowArray:
     """An array whose rows are a table's: its weight, or state of an optimizer that follows its rows."""
@@ -67,7 +48,6 @@ class RowArray:
     is_weight: bool = False  # whether it is the table itself
     # Of state with a column for each column shard of the table: where in the table these begin. Else empty.
     boundaries: tuple[int, ...] = ()
-    drop: Drop | None = None  # of a first moment, what its rows are stored without
 
     @cached_property
     def slot(self) -> str:
@@ -89,13 +69,9 @@ class RowArray:
         """The size of the array as it is in memory, on all ranks."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def memory(self) -> AnyArray | None:
-        """(rows, columns), read-only: a view of what this process holds, if that is stored as it lies in one piece."""
-        return self._memory if self.drop is None else None
-
     @cached_property
-    def _memory(self) -> AnyArray | None:
+    def memory(self) -> AnyArray | None:
+        """(rows, columns), read-only: a view of what this process holds, if that lies in one piece."""
         view = rows_view(self.parts[0].tensor) if len(self.parts) == 1 else None
         if view is not None:
             view.flags.writeable = False  # a caller's codec may change what it is given
@@ -116,27 +92,10 @@ class RowArray:
         if rows == slice(0, self.local_rows):
             return self
         parts = tuple(ColumnPart(part.first_column, part.tensor.detach()[rows]) for part in self.parts)
-        drop = self.drop
-        if drop is not None and drop.second is not None:
-            drop = replace(drop, second=drop.second.narrowed(rows))
-        return replace(self, parts=parts, drop=drop)
+        return replace(self, parts=parts)
 
     def copy_rows(self, ids: AnyArray | slice, out: AnyArray) -> None:
-        """Copy rows that this process holds, as they are to be stored: by their numbers from the first one held."""
-        if self.drop is None:
-            self._copy(ids, out)
-        else:
-            self.drop.write(self.live_rows(ids, out), ids, out)
-
-    def live_rows(self, ids: AnyArray | slice, out: AnyArray) -> AnyArray:
-        """Rows that this process holds, as they are: a view where there can be one, else `out`, which gets them."""
-        if isinstance(ids, slice) and self._memory is not None:
-            return self._memory[ids]
-        self._copy(ids, out)
-        return out
-
-    def _copy(self, ids: AnyArray | slice, out: AnyArray) -> None:
-        """Copy rows, part beside part."""
+        """Copy rows that this process holds, part beside part: by their numbers from the first one held."""
         column = 0
         for part in self.parts:
             target = out[:, column : column + part.columns]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from cnr_codecs import (
     CodecError,
@@ -29,9 +29,6 @@ from cnr_store.policies.budget import (
     next_step,
 )
 from cnr_store.policies.widths import (
-    AUTO,
-    AUTO_DROPPED,
-    AUTO_STATE,
     LOSSLESS,
     LOSSLESS_BELOW_BYTES,
     MANTISSAS,
@@ -51,33 +48,6 @@ from cnr_store.writing.row_codes import relative_codec
 log = logging.getLogger("cnr_store")
 
 CodecOption = str | Mapping[str, Any] | RowCodec | None
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-class _Array(Protocol):
-    """A `RowArray`, without torch, which importing files does not need."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def is_weight(self) -> bool: ...
-
-    @property
-    def element(self) -> str: ...
-
-    @property
-    def table(self) -> _Named: ...
-
-    @property
-    def slot(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 def takes_changing_rows(codec: RowCodec) -> bool:
@@ -244,30 +214,17 @@ class CodecChoice:
         width = choose_bits(self._bits, table, table_bytes, self._auto)
         return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
 
-    def droppable(self, arrays: Sequence[_Array]) -> set[str]:
-        """Paths of the optimizer state that is stored by what its optimizer does with it: see `Moments`."""
-        state = (each for each in arrays if not each.is_weight and each.element in QUANTIZABLE)
-        return {
-            each.path for each in state if self._state.of(each.table.name, each.slot, each.nbytes) == AUTO
-        }
-
-    def state_codec_for(
-        self, table: str, slot: str, nbytes: int, element: str, *, is_dropped: bool = False
-    ) -> RowCodec:
+    def state_codec_for(self, table: str, slot: str, nbytes: int, element: str) -> RowCodec:
         """The codec of an array of optimizer state beside a table's rows.
 
         Element types that can't be quantized, such as integers, are lossless, even if a pattern names them. Floating
         grids are relative where the rows of a large table of that name are.
-
-        `is_dropped`: whether it is stored without its small values.
         """
         is_relative = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES)) is not None
-        key = table, slot, nbytes, element, is_relative, is_dropped
+        key = table, slot, nbytes, element, is_relative
         chosen = self._chosen.get(key)
         if chosen is None:
             width = self._state.of(table, slot, nbytes)
-            if width == AUTO:
-                width = AUTO_DROPPED if is_dropped else AUTO_STATE
             chosen = self._chosen[key] = _state_codec(width, element, is_relative)
         return chosen
 

@@ -41,8 +41,6 @@ from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.saving.snapshot import Snapshot, add_fused, take_snapshot
-from cnr_store.training.tracking.moments import dropping
-from cnr_store.training.tracking.moments import merge as merge_moments
 from cnr_store.writing.lineage import Lineage
 
 log = logging.getLogger("cnr_store")
@@ -202,8 +200,7 @@ class Coordinator:
             "state": [hashlib.sha256(dumps(part)).hexdigest() for part in ready.snapshot.parts.values()],
             "moved": self._layout.say(ready.snapshot.arrays),
             "unsafe": dict(ready.snapshot.unsafe),
-            "moments": self._saves.planner.judge(ready.snapshot.arrays),
-            "refits": self._saves.planner.refitted,
+            "refits": self._saves.planner.judge(ready.snapshot.arrays),
             "off_grid": self._saves.planner.decays.off_grid,
             "decays": self._saves.planner.decays.told,
             "dense_bytes": ready.snapshot.own_shared_bytes,
@@ -260,8 +257,7 @@ class Coordinator:
         self._folded = None
         if agreed["moved"]:
             self._layout.settle()
-        arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
-        snapshot.arrays = dropping(arrays, agreed["moments"])
+        snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
         snapshot.unsafe, snapshot.dense_bytes = dict(agreed["unsafe"]), agreed["dense_bytes"]
         planner.refitted, planner.decays.agreed = agreed["refits"], agreed["decays"]
         if self._group.rank == 0:
@@ -290,7 +286,6 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "folded": first["folded"],
         "moved": any(doc["moved"] for doc in said),
         "unsafe": merge_reasons(said),
-        "moments": merge_moments([doc["moments"] for doc in said]),
         "refits": first["refits"] | {path: why for doc in said for path, why in doc["off_grid"].items()},
         "decays": merge_told([doc["decays"] for doc in said]),
         "dense_bytes": first["dense_bytes"],

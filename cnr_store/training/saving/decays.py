@@ -150,8 +150,8 @@ class Decays:
         if array.path not in self._now:
             rows = array.local_rows
             ids = np.linspace(0, rows - 1, min(rows, _ROWS)).astype(np.int64)
-            out = np.empty((len(ids), array.local_columns), np.float32)
-            self._now[array.path] = array.live_rows(ids, out)
+            self._now[array.path] = np.empty((len(ids), array.local_columns), np.float32)
+            array.copy_rows(ids, self._now[array.path])
         return self._now[array.path]
 
     def _sample(self, array: RowArray, move: Move) -> _Sample:

@@ -99,7 +99,7 @@ def codec_of(codecs: CodecChoice, array: RowArray) -> RowCodec:
     if array.is_weight:
         return codecs.codec_for(array.table.name, array.nbytes)
     own = array.table.name, array.slot, array.nbytes, array.element
-    return codecs.state_codec_for(*own, is_dropped=array.drop is not None)
+    return codecs.state_codec_for(*own)
 
 
 def codec_over(codecs: CodecChoice, array: RowArray, line: ArrayLine | None) -> RowCodec:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cnr_codecs import RowCodec
 from cnr_store.format.record import Record
 from cnr_store.policies.past import SINCE, DeltaBytes, Since
 from cnr_store.policies.policy import Decision, Offer, decide
@@ -41,7 +40,6 @@ from cnr_store.training.saving.tally import (
 )
 from cnr_store.training.tracking.bitmap import RowIds, bitmap_bytes, count
 from cnr_store.training.tracking.comparison import Comparison
-from cnr_store.training.tracking.moments import Factors, Moments
 from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.row_codes import CodeCache, Known, is_same_grid, relative_codec
@@ -69,7 +67,7 @@ class Planner:
         self._codecs, self._policy = options.codecs, options.policy
         self._costs, self._tally = options.costs, tally
         self._code_cache, self._delta_bytes = CodeCache(free_bytes), DeltaBytes()
-        self.comparison, self._moments = Comparison(), Moments(trained.slot_names)
+        self.comparison = Comparison()
         self.decays = Decays(options.codecs)
         # What arrays are compared with: the last version, or their whole one, which later deltas depend on.
         self._parents: Since = "previous" if options.policy in ("consecutive", "auto") else "baseline"
@@ -150,19 +148,14 @@ class Planner:
             since_whole = {path: np.zeros_like(rows) for path, rows in since_whole.items()}
         self._past = self.lineage.folded(version, nbytes), since_whole
 
-    def judge(self, arrays: Sequence[RowArray]) -> dict[str, Factors | None]:
-        """Begin a save: find `refitted`, and which values of first moments it is to be without: see `Moments.judge`."""
+    def judge(self, arrays: Sequence[RowArray]) -> dict[str, str]:
+        """Begin a save: find `refitted`."""
         lines, codecs = self.lineage.lines, self._codecs
         codecs.choose_step(self.lineage.spent, stored_steps(arrays, lines))
         self.refitted = _refits(arrays, lines, codecs)
         self.decays.judge(arrays, lines, self._code_cache.may_have_codes)
         self.refitted |= self.decays.off_grid
-        wanted = codecs.droppable(arrays)
-        return self._moments.judge(arrays, wanted, self._codec_of) if wanted else {}
-
-    def _codec_of(self, array: RowArray) -> RowCodec:
-        line = None if array.path in self.refitted else self.lineage.lines.get(array.path)
-        return codec_over(self._codecs, array, line)
+        return self.refitted
 
     def choose_step(self, arrays: Iterable[RowArray]) -> None:
         """Choose the step that the budget allows; the next version is whole if those beneath it are too coarse."""
@@ -234,7 +227,7 @@ class Planner:
         line = self.lineage.lines.get(array.path)
         if line is None or array.path in self.refitted or not continues(array, line):
             return None
-        codec = self._codec_of(array)
+        codec = codec_over(self._codecs, array, line)
         base, shape = line.base(self._parents), (own.stop - own.start, (*array.shape, 1)[1])
         return self._code_cache.find(array.path, codec, base, array.table.first_row + own.start, shape)
 

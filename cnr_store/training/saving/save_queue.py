@@ -34,7 +34,6 @@ from cnr_store.training.saving.planner import Planner
 from cnr_store.training.saving.snapshot import Snapshot
 from cnr_store.training.saving.tally import ArrayOf, Taken, Tally
 from cnr_store.training.tracking.audit import Audit, warn_unflagged
-from cnr_store.training.tracking.moments import dropping
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.patience import Patience
@@ -193,12 +192,12 @@ class SaveQueue:
                     name: rows | taken.dirty[name] if taken.dirty[name].shape == rows.shape else rows
                     for name, rows in dirty.items()
                 }
-        arrays, unsafe = dropping(arrays, self.planner.judge(arrays)), tracker.whole_reasons()
+        unsafe, _ = tracker.whole_reasons(), self.planner.judge(arrays)
         compared = self.planner.compare(arrays, tracker.to_compare(unsafe), full=False)
         taken = Taken([ArrayOf(each.path, each.table) for each in arrays], dirty, compared)
-        explained = self.planner.explain(taken, arrays, tracker.ways(), unsafe)
-        explained.live_pace = self._live_pace
-        return explained
+        found = self.planner.explain(taken, arrays, tracker.ways(), unsafe)
+        found.live_pace = self._live_pace
+        return found
 
     def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Callable[[], Plan]:
         self.planner.choose_step(snapshot.arrays)

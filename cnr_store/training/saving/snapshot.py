@@ -142,7 +142,7 @@ class Staging:
         `ids` count from the first row held. They stay in the model if there is no room. With `codec`, a device that
         has the array in one piece encodes them, unless some values are dropped.
         """
-        if len(array.parts) == 1 and array.drop is None:
+        if len(array.parts) == 1:
             room, tensor = self.limit_bytes - self._used_bytes, array.parts[0].tensor
             encoded = encode_staged(array.path, codec, tensor, ids, room)
             if encoded is not None:

@@ -114,7 +114,7 @@ class SmallTables:
 
 
 def _is_plain(array: RowArray) -> bool:
-    if type(array.table) is not Table or len(array.parts) != 1 or array.drop is not None:
+    if type(array.table) is not Table or len(array.parts) != 1:
         return False
     tensor = array.parts[0].tensor
     return (

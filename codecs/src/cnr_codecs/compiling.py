@@ -9,7 +9,7 @@ import numpy as np
 from cnr_codecs.compressed import Followed
 from cnr_codecs.elements import ELEMENTS, array_dtype, element_named, round_to_bfloat16
 from cnr_codecs.kmeans.kmeans import KMeansRows
-from cnr_codecs.lattice.floating import FloatingRows, write_without_small
+from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.coded import MAX_CODE, has_floating_codes
 from cnr_codecs.payload.decode import decode_into
@@ -67,9 +67,6 @@ def compile_encoding(codec: RowCodec, dim: int, element: str) -> Iterator[None]:
     own = codec.codec if isinstance(codec, Followed) else codec
     if isinstance(own, LatticeRows) and own.relative:
         _compile_relative(own, rows, element)
-        yield
-    if isinstance(own, FloatingRows):
-        write_without_small(rows, rows, 1.0, 1.0, 0.0, np.empty_like(rows))
         yield
 
 

@@ -21,7 +21,7 @@ from cnr_codecs import (
     take_rows,
 )
 from cnr_codecs.elements import element_named
-from cnr_codecs.lattice.floating import floating_codes, write_without_small
+from cnr_codecs.lattice.floating import floating_codes
 from cnr_codecs.payload.coded import Grid, code_range
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
@@ -29,7 +29,7 @@ from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_o
 from tests.test_codecs.lattice.test_lattice import as_element, body_of, lattice_of
 from tests.test_codecs.payload_bytes import header, layout_of, segment
 from tests.test_codecs.references import coded as reference
-from tests.test_codecs.references.floating import codes_of, floating_values, without_small
+from tests.test_codecs.references.floating import codes_of, floating_values
 
 FLOATS = st.sampled_from(["float32", "float16", "bfloat16", "float64"])
 MANTISSAS = st.integers(1, 7)
@@ -42,26 +42,6 @@ def squares(rows: int, dim: int, seed: int = 0, zeros: float = 0.2) -> Rows:
     values = rng.normal(0, 1, (rows, dim)) ** 2 * np.exp(rng.normal(-8, 3, (rows, 1)))
     values[rng.random(rows) < zeros] = 0
     return values.astype(np.float32)
-
-
-@given(
-    values=adversarial_rows(min_rows=1),
-    element=st.sampled_from(["float32", "float16", "bfloat16"]),
-    other=st.sampled_from(["float32", "float16"]),
-    numbers=st.tuples(*[st.floats(0, 2.0**100, width=32)] * 3),
-    shift=st.integers(0, 40),
-)
-@settings(deadline=None, max_examples=histories(200))
-def test_small_values_are_written_as_zeros(
-    values: Rows, element: str, other: str, numbers: tuple[float, float, float], shift: int
-) -> None:
-    seconds = as_element(np.roll(values, shift).reshape(values.shape), other)
-    values = as_element(values, element)
-    expected, out = without_small(values, seconds, *numbers), np.empty_like(values)
-    write_without_small(values, seconds, *numbers, out)
-    assert out.tobytes() == expected.tobytes()
-    write_without_small(values, seconds, *numbers, values)  # in place
-    assert values.tobytes() == expected.tobytes()
 
 
 @pytest.mark.slow

@@ -50,20 +50,6 @@ def codes_of(
     return kept.astype(np.int32), raw
 
 
-def without_small(
-    values: npt.NDArray[Any], seconds: npt.NDArray[Any], scale: float, root: float, floor: float
-) -> npt.NDArray[Any]:
-    """Return the values, with 0 for those whose magnitude times `scale` is below that of `seconds`.
-
-    Its root, that is, times `root`, plus `floor`; each operation rounds to float32.
-    """
-    single = np.float32
-    with np.errstate(all="ignore"):
-        sizes, others = (np.abs(each.astype(single)) for each in (values, seconds))
-        small = sizes * single(scale) < np.sqrt(others) * single(root) + single(floor)
-    return np.where(small, values.dtype.type(0), values)
-
-
 def floating_values(codes: npt.NDArray[Any], mantissa: int, element: str) -> npt.NDArray[Any]:
     """Return the values of codes, as they are stored in the array dtype of an element type."""
     wide = codes.astype(np.int64)

@@ -168,18 +168,6 @@ def scale_floats(values: Any, scale: Any, out: Any) -> None:
 
 
 @kernel
-def zero_small(values: Any, seconds: Any, scale: Any, root: Any, floor: Any, out: Any) -> None:
-    """Write flat float32 to `out`, and 0 for each whose magnitude times `scale` is below a limit of its own.
-
-    That is `root` times the root of the magnitude of its number in `seconds`, plus `floor`. NaN stays as it is.
-    """
-    for j in range(np.uintp(values.size)):
-        value = values[j]
-        limit = np.sqrt(abs(seconds[j])) * root + floor
-        out[j] = np.float32(0) if abs(value) * scale < limit else value
-
-
-@kernel
 def find_centers(codes: Any, line: int, shift: int, centers: Any) -> None:
     """Write the mean of each line's magnitudes that are not 0, rounded down, to `centers` (int64); 0 without any.
 

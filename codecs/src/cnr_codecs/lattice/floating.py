@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.building.compiled import read_only
-from cnr_codecs.kernels.lattice import quantize_floating, scale_floats, zero_small
+from cnr_codecs.kernels.lattice import quantize_floating, scale_floats
 from cnr_codecs.lattice.segments import Encoded, Mask, encode_segments, nothing_known
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
@@ -150,26 +150,6 @@ class FloatingRows:
         if grid.is_centered and near.any() and parent.shape == values.shape:
             near[near] = _are_near(held[near[~raw]], parent[near])
         return encode_segments(values, offsets, rows, parent, near, held, raw, kind, grid, seal)
-
-
-def write_without_small(
-    values: Rows, seconds: Rows, scale: float, root: float, floor: float, out: Rows
-) -> None:
-    """Write rows, with 0 for values that are small beside others; all is computed in float32.
-
-    `values`: (n, dim) floats.
-    `seconds`: (n, dim) floats: a value becomes 0 if its magnitude times `scale` is below `root` times the square root
-    of the second's magnitude, plus `floor`.
-    `out`: (n, dim) of the dtype of `values`, C-contiguous; may be the same memory.
-    """
-    is_single = out.dtype == np.float32
-    found = out if is_single else np.empty(out.shape, np.float32)
-    with np.errstate(invalid="ignore"):  # signaling NaN of float16
-        sources = [read_only(np.ascontiguousarray(each, np.float32)) for each in (values, seconds)]
-    zero_small(*sources, *map(np.float32, (scale, root, floor)), found.reshape(-1))
-    if not is_single:
-        out[...] = values
-        out[found.view(np.uint32) == 0] = 0
 
 
 def floating_codes(values: Rows, grid: Grid, element: str) -> tuple[Codes, npt.NDArray[np.bool_]]:

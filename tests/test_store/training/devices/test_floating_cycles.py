@@ -167,9 +167,7 @@ def test_a_table_that_a_device_quantizes_gets_a_new_step(tmp_path: Path, encoded
     assert [info.rows for info in cnr_store.versions(str(tmp_path))] == [ROWS, ROWS - 5, ROWS]
 
 
-def test_first_moments_are_stored_without_what_they_no_longer_do(tmp_path: Path) -> None:
-    """The host drops it, whatever compares or stores the other rows."""
-
+def test_state_by_its_kind_is_stored_alike(tmp_path: Path) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         there = DEVICE.type == "cuda"
         rate = torch.tensor(0.002, device=DEVICE) if there else 0.002
