@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 from functools import lru_cache
+from threading import Lock
 from typing import Annotated, Any
 
 from msgspec import Meta, ValidationError, convert
+from msgspec.msgpack import Decoder
 
 from cnr_store.errors import FormatError
 from cnr_store.format.layout import FORMAT, MAX_RANKS, VERSION_ID, decode_name, encode_name
@@ -18,6 +20,7 @@ from cnr_store.format.layout import FORMAT, MAX_RANKS, VERSION_ID, decode_name, 
 MOST = 1 << 62
 _SHOWN = 60
 _GROUPS = ("model", "optim", "state")
+_LOOKING = Lock()
 
 Natural = Annotated[int, Meta(ge=0, le=MOST)]
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
@@ -61,8 +64,16 @@ def check_format(number: object, what: str) -> None:
         )
 
 
+@lru_cache
+def _look_at(kind: Any) -> None:
+    """Let msgspec find the members of classes, one thread at a time: others would crash on what it has half found."""
+    with _LOOKING:
+        Decoder(kind)
+
+
 def proven(value: object, kind: Any, name: str) -> Any:
     """A value of a document as the type `kind`. Nothing is cast: True is no number, and 1.0 no integer."""
+    _look_at(kind)
     try:
         return convert(value, kind)
     except (
