@@ -106,14 +106,10 @@ def _check(group: Any) -> None:
             object.__setattr__(group, each.name, _CHECKS[each.name](name, value))
 
 
-def given_group(kind: type[Group], value: Group, *used: str) -> Group:
-    """The group of options that a caller gave. If only some are `used`, the others must be as they are by default."""
-    name = kind.__name__.lower()
+def given_group(kind: type[Group], value: Group) -> Group:
+    """The group of options that a caller gave."""
     if not isinstance(value, kind):
-        raise OptionError(f"{name}={value!r}: give cnr_store.{kind.__name__}(...)")
-    for each in fields(value) if used else ():  # type: ignore[arg-type]
-        if each.name not in used and getattr(value, each.name) != each.default:
-            raise OptionError(f"{name}.{each.name} does nothing here: give {' and '.join(used)} alone")
+        raise OptionError(f"{kind.__name__.lower()}={value!r}: give cnr_store.{kind.__name__}(...)")
     return value
 
 

@@ -20,7 +20,6 @@ from cnr_store.catalog.catalog import Url
 from cnr_store.catalog.claims import check_no_live_writer
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.dcp.writer import Writer
-from cnr_store.options import Limits, own_keywords
 from cnr_store.policies.checks import integer
 from cnr_store.policies.widths import Bits
 from cnr_store.training.saving.codec_choice import CodecOption
@@ -37,7 +36,6 @@ class _FlatPlanner(DefaultSavePlanner):
         return replace(super().create_local_plan(), planner_data=self._paths)
 
 
-@own_keywords()
 def import_checkpoint(
     path: str | os.PathLike[str],
     url: Url,
@@ -46,7 +44,7 @@ def import_checkpoint(
     tables: Sequence[str] = (),
     bits: Bits | None = None,
     codec: CodecOption = None,
-    limits: Limits = Limits(),
+    workers: int = 2,
     **storage_options: Any,
 ) -> VersionInfo:
     """Store a checkpoint that DCP's `FileSystemWriter` wrote, of any number of ranks, as a version.
@@ -64,7 +62,7 @@ def import_checkpoint(
         latest. No run may be live there.
     step
         The step that the version gets.
-    tables, bits, codec, limits
+    tables, bits, codec, workers
         As in `Writer`.
 
     Returns
@@ -81,7 +79,7 @@ def import_checkpoint(
     """
     step = integer("step", step, minimum=0)
     writer = Writer(
-        url, tables=tables, bits=bits, codec=codec, limits=limits, no_dist=True, **storage_options
+        url, tables=tables, bits=bits, codec=codec, workers=workers, no_dist=True, **storage_options
     )
     writer._writer.of_run = False
     check_no_live_writer(open_backend(url, **storage_options))

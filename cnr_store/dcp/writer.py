@@ -37,7 +37,6 @@ from cnr_store.errors import OptionError, SaveError
 from cnr_store.format.layout import table_name
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import room_advice
-from cnr_store.options import Failures, Limits, given_group, own_keywords
 from cnr_store.policies.checks import integer
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import LOSSLESS, Bits, match_pattern
@@ -83,12 +82,14 @@ class Writer(StorageWriter):
     previous
         The version that the state was loaded from, such as `Reader.version`: the next one continues it. By default the
         first version follows none.
+    workers
+        Threads that encode, on each rank.
     process_group
         The ranks that save, as given to `save`. By default all of them.
     no_dist
         Whether this process saves alone, as given to `save`.
-    failures, limits
-        As in `Checkpointer`: `Failures.timeout_seconds` alone, and `Limits.workers`, on each rank.
+    timeout_seconds
+        How long a rank that does not come or makes no progress is waited for.
 
     Raises
     ------
@@ -100,7 +101,6 @@ class Writer(StorageWriter):
         The URL can't be opened.
     """
 
-    @own_keywords()
     def __init__(
         self,
         url: Url,
@@ -109,10 +109,10 @@ class Writer(StorageWriter):
         bits: Bits | None = None,
         codec: CodecOption = None,
         previous: Version | None = None,
+        workers: int = 2,
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
-        failures: Failures = Failures(),
-        limits: Limits = Limits(),
+        timeout_seconds: float = 600,
         **storage_options: Any,
     ) -> None:
         super().__init__()
@@ -120,8 +120,7 @@ class Writer(StorageWriter):
         if (bits is not None or codec is not None) and not self._tables:
             raise OptionError("bits and codec are for tables: name them with tables=['users', 'items*']")
         self._codecs = CodecChoice(LOSSLESS if bits is None and codec is None else bits, codec)
-        workers = given_group(Limits, limits, "workers").workers
-        timeout_seconds = given_group(Failures, failures, "timeout_seconds").timeout_seconds
+        workers = integer("workers", workers, minimum=1)
         backend = open_backend(url, **storage_options)
         catalog = Catalog(backend)
         catalog.check_format()

@@ -39,12 +39,6 @@ DOORS: dict[str, Callable[..., Any]] = {
     "load": lambda **given: cnr_store.load("memory://options", model(), **given),
 }
 """What takes all options."""
-SAVING: dict[str, Callable[..., Any]] = {
-    "Writer": lambda **given: dcp.Writer("memory://options", **given),
-    "import_checkpoint": lambda **given: dcp.import_checkpoint("nowhere", "memory://options", **given),
-    "import_file": lambda **given: cnr_store.import_file("nowhere", "memory://options", **given),
-}
-"""What takes a few of them, and options of the filesystem."""
 
 
 def test_groups_are_as_they_are_by_default() -> None:
@@ -62,16 +56,6 @@ def test_an_option_given_flat_is_told_its_place(door: str, group: str, option: s
     wanted = f"{group}=cnr_store.{GROUPS[group].__name__}({option}=3)"
     assert str(caught.value) == f"{door} has no option {option}: give {wanted}"
     ast.parse(f"f({wanted})")
-
-
-@pytest.mark.parametrize("door", SAVING)
-def test_what_saves_by_itself_takes_the_same_groups(door: str) -> None:
-    with pytest.raises(OptionError, match=re.escape("give limits=cnr_store.Limits(workers=4)")):
-        SAVING[door](workers=4)
-    with pytest.raises(OptionError, match=re.escape("did you mean limits=cnr_store.Limits(workers=...)?")):
-        SAVING[door](wokers=4)
-    with pytest.raises(OptionError, match=r"limits\.overlap does nothing here: give workers alone"):
-        SAVING[door](limits=cnr_store.Limits(workers=2, overlap="skip"))
 
 
 @pytest.mark.parametrize(

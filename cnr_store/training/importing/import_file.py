@@ -24,7 +24,6 @@ from cnr_store.format.record import Record
 from cnr_store.format.state import encode_state
 from cnr_store.format.state_arrays import Array, ArrayLeaf
 from cnr_store.maintenance.collection.retention import room_advice
-from cnr_store.options import Limits, given_group, own_keywords
 from cnr_store.policies.checks import integer
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import Bits, match_pattern
@@ -60,7 +59,6 @@ class FileRows:
         return np.array(rows, array_dtype(self.tensor.element), order="C")
 
 
-@own_keywords()
 def import_file(
     source: str | os.PathLike[str],
     url: Url,
@@ -70,7 +68,7 @@ def import_file(
     codec: CodecOption = None,
     tables: Sequence[str] | None = None,
     key: str | None = None,
-    limits: Limits = Limits(),
+    workers: int = 2,
     **storage_options: Any,
 ) -> VersionInfo:
     """Store a model's state dict, saved by `torch.save` or as safetensors, as a baseline version.
@@ -101,8 +99,8 @@ def import_file(
     key
         The entry that holds the state dict, such as ``"model"``, in a checkpoint of several parts. Where no entry is
         called so, dots lead into entries of entries: ``"state.model"``.
-    limits
-        As in `Checkpointer`: `Limits.workers` alone.
+    workers
+        Threads that encode.
 
     Returns
     -------
@@ -122,7 +120,7 @@ def import_file(
         A run is or may be live there. Nothing was stored.
     """
     step = None if step is None else integer("step", step)
-    workers = given_group(Limits, limits, "workers").workers
+    workers = integer("workers", workers, minimum=1)
     path = _path(source)
     patterns = None if tables is None else check_patterns("tables", tables)
     codecs = CodecChoice(bits, codec)

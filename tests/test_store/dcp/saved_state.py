@@ -136,7 +136,7 @@ def save_on(meshes: Mapping[str, str]) -> list[str]:
     """Save on each mesh, to the URL beside it."""
     saved = []
     for seed, (mesh, url) in enumerate(meshes.items()):
-        with closing(Writer(url, failures=cnr_store.Failures(timeout_seconds=20))) as writer:
+        with closing(Writer(url, timeout_seconds=20)) as writer:
             save(on_mesh(mesh, whole_state(seed)), storage_writer=writer)
             saved.append(writer.version.id)
     return saved
@@ -156,7 +156,7 @@ def load_all(meshes: Sequence[str], urls: Sequence[str]) -> None:
 
 
 def save_with_cached_plans(url: str) -> list[int]:
-    writer = Writer(url, failures=cnr_store.Failures(timeout_seconds=20))
+    writer = Writer(url, timeout_seconds=20)
     steps = []
     for seed in range(3):
         planner = DefaultSavePlanner(enable_plan_caching=True)
@@ -168,7 +168,7 @@ def save_with_cached_plans(url: str) -> list[int]:
 
 def save_in_the_background(url: str) -> None:
     writer, group = (
-        Writer(url, failures=cnr_store.Failures(timeout_seconds=20)),
+        Writer(url, timeout_seconds=20),
         dist.new_group(backend="gloo"),
     )
     for seed in range(2):
@@ -203,13 +203,13 @@ class Stopping(DefaultSavePlanner):
 def save_and_be_killed(url: str) -> None:
     save(
         on_mesh("rows of 3", whole_state()),
-        storage_writer=Writer(url, failures=cnr_store.Failures(timeout_seconds=3)),
+        storage_writer=Writer(url, timeout_seconds=3),
         planner=Stopping(),
     )
 
 
 def fail_and_save_again(url: str) -> list[str]:
-    writer = Writer(url, failures=cnr_store.Failures(timeout_seconds=20))
+    writer = Writer(url, timeout_seconds=20)
     state = on_mesh("rows of 3", whole_state())
     said = []
     try:
@@ -237,7 +237,7 @@ class Unplanned(DefaultSavePlanner):
 
 def miss_saves_and_save_again(url: str) -> tuple[list[str], list[int]]:
     """Each rank in turn misses a save, the last one two."""
-    writer = Writer(url, failures=cnr_store.Failures(timeout_seconds=1))
+    writer = Writer(url, timeout_seconds=1)
     said, steps = [], []
     for seed, missing in enumerate([None, 0, None, 1, 1, None, None]):
         planner = None if missing is None else Unplanned(missing)
@@ -258,9 +258,7 @@ def lose_a_put_and_save_again(folder: str) -> list[str]:
     def fault(operation: str, key: str, index: int) -> Fault:
         return "before" if failing and "/c/" in key else None
 
-    writer = Writer(
-        FaultyBackend(open_backend(folder), fault), failures=cnr_store.Failures(timeout_seconds=20)
-    )
+    writer = Writer(FaultyBackend(open_backend(folder), fault), timeout_seconds=20)
     state = on_mesh("rows of 3", whole_state())
     try:
         save(state, storage_writer=writer)
@@ -284,7 +282,7 @@ class Tripwire:
 
 def save_what_json_lacks(url: str) -> str:
     """What the last rank alone has is refused on all."""
-    writer = Writer(url, failures=cnr_store.Failures(timeout_seconds=20))
+    writer = Writer(url, timeout_seconds=20)
     last = dist.get_rank() == dist.get_world_size() - 1
     try:
         save({"x": torch.ones(3), **({"own": Tripwire()} if last else {})}, storage_writer=writer)
@@ -295,7 +293,7 @@ def save_what_json_lacks(url: str) -> str:
 
 def save_with_a_mistake(url: str) -> list[str]:
     """What a writer of all ranks says where `save` is told of other ranks, or ranks name different steps."""
-    writer = Writer(url, failures=cnr_store.Failures(timeout_seconds=60))
+    writer = Writer(url, timeout_seconds=60)
     mistakes: list[dict[str, Any]] = [
         {"no_dist": True},
         {"use_collectives": False},
@@ -329,7 +327,7 @@ def shards_of_rank() -> ShardedTensor:
 
 
 def save_and_load_shards(url: str) -> None:
-    save({"x": shards_of_rank()}, storage_writer=Writer(url, failures=cnr_store.Failures(timeout_seconds=20)))
+    save({"x": shards_of_rank()}, storage_writer=Writer(url, timeout_seconds=20))
     found = shards_of_rank()
     for shard in found.local_shards():
         shard.tensor.zero_()

@@ -139,7 +139,7 @@ def test_tables_are_quantized_where_widths_are_given(tmp_path: Path) -> None:
     assert torch.equal(found["other.weight"], state["other.weight"])
     assert not torch.equal(found["users.weight"], state["users.weight"])
     assert torch.allclose(found["users.weight"], state["users.weight"], atol=0.03)
-    save(state, Writer(tmp_path, tables="users", codec="cnr_rows", limits=cnr_store.Limits(workers=2)))
+    save(state, Writer(tmp_path, tables="users", codec="cnr_rows", workers=2))
     same(load(zeroed(state), tmp_path), state)
 
 
@@ -164,13 +164,12 @@ def test_jobs_that_go_on_spend_a_budget(tmp_path: Path) -> None:
         ({"codec": "cnr_rows"}, "name them with tables"),
         ({"tables": ["x"], "bits": 5}, "bits"),
         ({"tables": 3}, "tables=3"),
+        ({"workers": 0}, "workers=0"),
     ],
 )
 def test_options_that_are_out_of_range(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Writer(tmp_path, **options)
-    with pytest.raises(OptionError, match="workers=0"):
-        Writer(tmp_path, limits=cnr_store.Limits(workers=0))
 
 
 def test_a_pattern_that_fits_nothing(tmp_path: Path) -> None:
@@ -408,7 +407,7 @@ def test_a_checkpoint_in_files_is_imported(tmp_path: Path, caplog: pytest.LogCap
     exact: dict[str, Any] = {
         "tables": ["model.users"],
         "codec": "cnr_rows",
-        "limits": cnr_store.Limits(workers=2),
+        "workers": 2,
     }
     assert import_checkpoint(tmp_path / "files", tmp_path / "store", 42, **exact).step == 42
     same(load(zeroed(whole_state()), tmp_path / "store"), whole_state())

@@ -72,9 +72,7 @@ def test_rows_are_quantized_as_a_checkpointer_does(model: Model, tmp_path: Path)
 def test_a_codec_takes_the_place_of_widths(model: Model, tmp_path: Path) -> None:
     source = write(model, tmp_path / "file", "torch")
     for codec, exact in (("cnr_rows", True), ({"id": "cnr_uniform", "bits": 4}, False)):
-        cnr_store.import_file(
-            source, tmp_path / "store", codec=codec, tables=TABLES, limits=cnr_store.Limits(workers=2)
-        )
+        cnr_store.import_file(source, tmp_path / "store", codec=codec, tables=TABLES, workers=2)
         found = cnr_store.state_dict(tmp_path / "store")["users.weight"]
         assert np.array_equal(found, model.state_dict()["users.weight"]) == exact
 
@@ -398,7 +396,7 @@ def test_files_of_other_kinds_are_told(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=r"tables=.*: give names, or patterns"):
             cnr_store.import_file(tmp_path / "text", tmp_path / "store", tables=tables)  # type: ignore[arg-type]  # deliberately wrong
     with pytest.raises(OptionError, match="workers=0"):
-        cnr_store.import_file(tmp_path / "text", tmp_path / "store", limits=cnr_store.Limits(workers=0))
+        cnr_store.import_file(tmp_path / "text", tmp_path / "store", workers=0)
     with pytest.raises(OptionError, match="step"):
         cnr_store.import_file(tmp_path / "text", tmp_path / "store", step=-1)
     assert not (tmp_path / "store").exists()
