@@ -20,7 +20,7 @@ from cnr_codecs import ParentError, Pending, Segment, array_dtype
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.bounded_cache import PayloadCache
-from cnr_store.chains.link import PENDING, CompositionError, Link, open_link
+from cnr_store.chains.link import PENDING, CompositionError, Link, Strays, open_link
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import STILL, ArrayEntry, Record
@@ -64,16 +64,23 @@ class ArrayReader:
         """Memory for rows of the array, (rows, columns), its values undefined."""
         return allocate((rows, self.columns), self.dtype, f"version {self.version}, {self.path}")
 
-    def read(self, first_row: int, out: Array) -> Array:
+    def read(self, first_row: int, out: Array, strays: Strays | None = None) -> Array:
         """Fill `out`, (n, columns) in `dtype`, with rows first_row ... first_row + n - 1.
+
+        `strays`: gets those of the rows that are not stored as codes of its grid.
 
         Returns: (n,) bool: the rows that some delta of the chain wrote, which may differ from those of the whole link
         beneath; all rows, if the chain was folded since this reader was made.
         """
         need = np.ones(len(out), np.uint8)
-        return self._walk(
-            first_row, need, lambda link, pending: link.fill(first_row, out, need, pending), out
-        )[1]
+
+        def fill(link: Link, pending: Pending | None) -> None:
+            if strays is None:
+                link.fill(first_row, out, need, pending)
+            else:
+                strays.fill(link, first_row, out, need, pending)
+
+        return self._walk(first_row, need, fill, out)[1]
 
     def read_rows(self, first_row: int, out: Array, need: Array) -> None:
         """As `read`, but only the rows whose `need`, (n,) uint8, is not 0. It is all 0 afterwards."""

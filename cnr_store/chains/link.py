@@ -29,6 +29,7 @@ from cnr_codecs import (
     rows_written,
     take_rows,
 )
+from cnr_codecs.payload.coded import Grid as ValueGrid
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.bounded_cache import PayloadCache
@@ -47,6 +48,35 @@ _Visit = Callable[[Chunk, Payload, Array], None]
 
 class CompositionError(CorruptionError):
     """Rows that are relative do not fit what lies beneath them."""
+
+
+class Strays:
+    """Finds which rows are not stored as codes of one grid. Values don't tell: those of others may lie on it.
+
+    `grid`: that one, where it is in the version that is read.
+    `rows`: (n,) uint8: gets `RAW` for raw rows, which no grid moves, and `OTHER` for codes of others.
+    """
+
+    RAW, OTHER = 1, 2
+
+    def __init__(self, grid: ValueGrid, rows: Array) -> None:
+        self.grid, self.rows = grid, rows
+
+    def fill(self, link: Link, first_row: int, out: Array, need: Array, pending: Pending | None) -> None:
+        """As `Link.fill`, but note the strays of what was needed."""
+        decode = partial(link._decode, first_row, out, pending)
+        link._visit(first_row, need, partial(self._note, first_row, link, decode))
+
+    def _note(
+        self, first_row: int, link: Link, decode: _Visit, chunk: Chunk, payload: Payload, need: Array
+    ) -> None:
+        before = need.copy()
+        decode(chunk, payload, need)
+        for segment in payload.at(*link.move).segments:
+            if segment.scheme not in (Scheme.LATTICE, Scheme.RELATIVE) or segment.grid != self.grid:
+                kind = self.RAW if segment.scheme is Scheme.RAW else self.OTHER
+                for _, places in segment.row_set.placed(first_row - chunk.row, len(need)):
+                    self.rows[places[before[places] != 0]] = kind
 
 
 class Link:

@@ -24,7 +24,7 @@ from cnr_store.catalog.objects import list_ids
 from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.ancestry import Ancestry
 from cnr_store.chains.array_reader import ArrayReader, region_rows
-from cnr_store.chains.link import PENDING, Link
+from cnr_store.chains.link import PENDING, Link, Strays
 from cnr_store.chains.salvage_walk import Distrusted, Mask, RowIds, Visit, Walk
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format import layout
@@ -144,13 +144,15 @@ class SalvageReader:
         for first_row in range(0, rows, rows_each):
             yield first_row, min(rows_each, rows - first_row)
 
-    def read(self, first_row: int, out: Array) -> Array:
-        """As `ArrayReader.read`. Where something is damaged, all rows count as written by a delta."""
+    def read(self, first_row: int, out: Array, strays: Strays | None = None) -> Array:
+        """As `ArrayReader.read`. Where something is damaged, all rows count as strays written by a delta."""
         if self._exact is not None:
             try:
-                return self._exact.read(first_row, out)
+                return self._exact.read(first_row, out, strays)
             except CorruptionError as error:
                 self._ancestry.note(error)
+        if strays is not None:
+            strays.rows[:] = strays.OTHER
         self._fill(first_row, out, np.ones(len(out), np.uint8))
         return np.ones(len(out), bool)
 

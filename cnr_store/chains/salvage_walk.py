@@ -25,7 +25,8 @@ Distrusted = dict[Place, Mask]
 class Walk:
     """One walk over an array's links, newest first, until each row needed is found.
 
-    `move`: where floating grids have moved to in the version that is read. Older values go by their own link's.
+    `move`: where floating grids have moved to in the version that is read. Older values go by that of the version that
+    they stand for, which is the first one that a lost row is sent on to, or that one's own.
     `visit`, `probe`: what takes rows, and what does the same for proofs alone, so that nothing is kept of it.
 
     `missing`: (n,) bool: rows that no link can give.
@@ -43,13 +44,16 @@ class Walk:
         columns: int,
         distrusted: Distrusted,
     ) -> None:
-        self._ancestry, self._move, self._visit, self._probe = ancestry, move, visit, probe
+        self._ancestry, self._visit, self._probe = ancestry, visit, probe
         self._columns, self._distrusted = columns, distrusted
         self.is_trusted = True
         # By place: rows to look for there; lost rows, which may also be looked for there.
         self._pending: dict[Place, Mask] = {ancestry.newest(): need != 0}
         self._spare: dict[Place, Mask] = {}
         self._is_old = np.zeros(len(need), bool)
+        # Of each row, as whose value it is read: versions, and where grids had moved to in them.
+        self._as_of = np.zeros(len(need), np.int64)
+        self._readings: list[tuple[str, Move]] = [(ancestry.newest()[0], move)]
         self._source = np.full(len(need), -1, np.int64)
         self._versions: list[str] = []
         self.missing: Mask = np.zeros(len(need), bool)
@@ -67,15 +71,15 @@ class Walk:
 
     def _visit_place(self, place: Place, rows: Mask) -> None:
         link = self._ancestry.link(place)
-        if link is None or link.move == self._move:
-            self._visit_link(place, link, rows)
+        if link is None:
+            self._visit_link(place, place[0], None, rows)
             return
-        old, own = rows & self._is_old, rows & ~self._is_old
-        for each, found in ((old, link), (own, link.at(self._move))):
-            if each.any():
-                self._visit_link(place, found, each)
+        for number in np.unique(self._as_of[rows]).tolist():
+            version, move = self._readings[number]
+            version = place[0] if move == link.move else version
+            self._visit_link(place, version, link.at(move), rows & (self._as_of == number))
 
-    def _visit_link(self, place: Place, link: Link | None, rows: Mask) -> None:
+    def _visit_link(self, place: Place, version: str, link: Link | None, rows: Mask) -> None:
         distrusted = rows & self._distrusted.get(place, False)
         need = (rows & ~distrusted).astype(np.uint8)
         pending = Pending(len(need), self._columns)
@@ -83,12 +87,11 @@ class Walk:
         lost = lost | self._compose(place, link, need, lost, pending)
         absent = (need != 0) & ~lost
         self._source[rows & (need == 0) & ~lost] = len(self._versions)
-        self._versions.append(place[0])
+        self._versions.append(version)
         if not (lost.any() or absent.any()):
             return
-        version, is_fold = place
-        if is_fold:
-            self._send((version, False), lost | absent)
+        if place[1]:
+            self._send((place[0], False), lost | absent)
             return
         base, previous = self._ancestry.base(place), self._ancestry.previous(place)
         if base is None:
@@ -103,8 +106,9 @@ class Walk:
     def _compose(self, place: Place, link: Link | None, need: Array, lost: Mask, pending: Pending) -> Mask:
         """Compose the rows that a place has relative, and clear their `need`. Returns those that can't be composed."""
         relative: Mask = (need == PENDING) & ~lost
-        move = self._move if link is None else link.move
-        found, skipped = self._add_up(place, move, relative, pending, self._visit)
+        found, skipped = np.zeros_like(relative), np.zeros_like(relative)
+        if link is not None:
+            found, skipped = self._add_up(place, link.move, relative, pending, self._visit)
         unproven = np.zeros_like(found)
         for where, rows, is_right in pending.checked(~found | skipped):
             if not is_right:
@@ -164,13 +168,21 @@ class Walk:
 
     def _send_lost(self, place: Place, older: Place | None, lost: Mask) -> None:
         if older is not None:
-            self._send(older, lost)
+            self._send_old(older, lost)
             return
         for spare in sorted(self._spare, reverse=True):
             if spare < place:
-                self._send(spare, lost & self._spare[spare])
+                self._send_old(spare, lost & self._spare[spare])
                 lost = lost & ~self._spare[spare]
         self.missing |= lost
+
+    def _send_old(self, place: Place, rows: Mask) -> None:
+        """Send rows on to be read as that place has them."""
+        link = self._ancestry.link(place)
+        if link is not None and rows.any():
+            self._as_of[rows] = len(self._readings)
+            self._readings.append((place[0], link.move))
+        self._send(place, rows)
 
 
 def _descend(link: Link | None, still: Array, found: Mask, pending: Pending, visit: Visit) -> Mask:

@@ -37,6 +37,7 @@ from cnr_codecs.comparing import (
 )
 from cnr_codecs.lattice.segments import RowCounts
 from cnr_codecs.payload.coded import MAX_MANTISSA, Grid
+from cnr_store.chains.link import Strays
 from cnr_store.format.record import STILL
 
 Mask = npt.NDArray[np.bool_]
@@ -189,10 +190,11 @@ class Known:
         digests = None if self.digests is None else self.digests[begin:end].copy()
         return replace(self, first_row=first_row, shape=shape, codes=codes, digests=digests)
 
-    def read(self, values: Array, begin: int, element: str, newer: Mask) -> None:
+    def read(self, values: Array, begin: int, element: str, newer: Mask, strays: Array | None) -> None:
         """Learn of rows as they were read, from `begin` on.
 
         `newer`: which of them deltas over the whole version have.
+        `strays`: of `chains.link.Strays`; None without a grid.
         """
         end = begin + len(values)
         assert self.digests is not None
@@ -201,8 +203,13 @@ class Known:
         else:
             codes = self.codes[begin:end]
             lacking = read_codes(values, self.grid, element, codes)
+            if strays is not None:
+                codes[strays != 0, 0] = unknown_code(codes.dtype)
+                lacking |= strays != 0
             if lacking.any():
                 self.digests[begin:end][lacking] = row_digests(values[lacking], KEY)
+            if strays is not None:
+                self.digests[begin:end][strays == Strays.OTHER] = 0  # they may move where the grid does
             if self.of_whole:
                 codes[newer, 0] = unknown_code(codes.dtype)
         if self.of_whole:

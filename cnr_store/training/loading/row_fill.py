@@ -13,6 +13,7 @@ import torch
 from cnr_backends import BackendError, Transfer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import ArrayReader
+from cnr_store.chains.link import Strays
 from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.record import Record
@@ -84,9 +85,13 @@ class AllRows(Fill):
             if self._memory is None
             else self._memory[start : start + rows]
         )
-        changed = self._changed[start : start + rows] = self.reader.read(first, out)
-        if self.learned is not None:
-            self.learned.read(out, start, self.reader.element, changed)
+        learned = self.learned
+        strays = None
+        if learned is not None and learned.grid is not None:
+            strays = Strays(learned.grid, np.zeros(rows, np.uint8))
+        changed = self._changed[start : start + rows] = self.reader.read(first, out, strays)
+        if learned is not None:
+            learned.read(out, start, self.reader.element, changed, None if strays is None else strays.rows)
         if self._memory is None:
             for part in self.target.parts:
                 assign_rows(part.tensor, start, _columns(part, out))

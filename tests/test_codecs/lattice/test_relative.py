@@ -323,7 +323,7 @@ def test_relative_rows_over_others_are_refused(older: Any, message: str) -> None
         into = Reading(50, 3)
         read(parse(table.payloads[1]), into.out, into.need, 0, into.pending)
         assert np.flatnonzero(into.need == 2).tolist() == [*range(10, 20)]
-        with pytest.raises(PayloadError, match=message):
+        with pytest.raises(ParentError, match=message):
             read(parse(beneath), into.out, into.need, 0, into.pending)
 
 

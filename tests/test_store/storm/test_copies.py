@@ -91,7 +91,7 @@ def _read_all(copy: Path) -> Counter[str]:
 def test_copies_of_a_live_store_are_exact_or_refused(jobs: ForkServer, tmp_path: Path) -> None:
     counts = copies_are_exact(jobs, tmp_path, copies=12, seed=20261122)
     assert counts["exact"] > 12
-    assert counts["errors"] > 0
+    assert counts["cut"] > 0  # at night some that are needed, too
 
 
 @pytest.mark.nightly

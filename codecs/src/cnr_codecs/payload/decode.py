@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import element_named, fill_value, round_to_bfloat16
-from cnr_codecs.errors import PayloadError, RowsError
+from cnr_codecs.errors import ParentError, PayloadError, RowsError
 from cnr_codecs.kernels import decode as kernels
 from cnr_codecs.kernels.dequantize import decode_float16, decode_float32, scratch_for
 from cnr_codecs.kernels.pack import codes_apart
@@ -82,7 +82,8 @@ def decode_into(
         return sum(_decode_segment(payload, segment, target) for segment in payload.segments)
     except PayloadError as error:
         need[:] = before
-        raise PayloadError(f"payload: {error}") from error
+        kind = ParentError if isinstance(error, ParentError) else PayloadError
+        raise kind(f"payload: {error}") from error
 
 
 def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int) -> Target:

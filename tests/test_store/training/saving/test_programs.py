@@ -146,7 +146,8 @@ def test_by_default_each_value_is_within_half_a_step(
             if codec.get("id") == "cnr_lattice":
                 assert error.max() <= codec["step"] / 2 * 1.0001, (path, version)
             elif codec.get("id") == "cnr_floating":
-                assert (error <= np.abs(values) / 16 + 2.0**-126).all(), (path, version)
+                share = 2.0 ** -(codec["mantissa_bits"] + 1) * 1.0001
+                assert (error <= np.abs(values) * share + 2.0**-126).all(), (path, version)
             else:
                 assert not error.any(), (path, version)
             seen.append(codec.get("id", ""))
