@@ -72,7 +72,10 @@ def test_rows_have_the_bytes_of_the_reference(values: Rows, element: str) -> Non
     payload = encode(EXACT, values, element)
     assert decode(payload)[: len(values)].tobytes() == values.tobytes()
     kept = lattice_of(payload)
-    assert kept is not None
+    if kept is None:  # NaN of halves, whose bits conversions may change, is raw
+        assert element != "float32"
+        assert np.isnan(values).any(axis=1).all()
+        return
     codes = codes_of(values[rows_of(kept)], 23, element)[0]
     dim = values.shape[1]
     assert body_of(kept) == reference.on_step(codes.reshape(-1).tolist(), dim, 0, mantissa=23)
