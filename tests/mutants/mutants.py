@@ -620,10 +620,17 @@ MUTANTS = [
         f"{STORE}/chains/test_moving_grids.py",
     ),
     Mutant(
-        "what was salvaged has the values of its own grid",
+        "what was salvaged has the values that it had in the version before",
         "cnr_store/chains/salvage_walk.py",
-        "rows & self._is_old, rows & ~self._is_old",
-        "rows & False, rows",
+        "self._as_of[rows] = len(self._readings)",
+        "pass",
+        f"{STORE}/chains/test_moving_grids.py",
+    ),
+    Mutant(
+        "rows that lie on a grid and are no codes of it are not taken for some",
+        "cnr_store/chains/link.py",
+        "self.rows[places[before[places] != 0]] = kind",
+        "pass",
         f"{STORE}/chains/test_moving_grids.py",
     ),
     Mutant(
