@@ -18,10 +18,9 @@ LOSSLESS = 32
 MANTISSAS = {f"m{bits}": bits for bits in (*range(1, 8), 23)}
 """Bits of the mantissa, by the widths of state on a floating grid."""
 AUTO, AUTO_STATE, AUTO_FIRST = "auto", "m3", "m2"
+"""The width of state that goes by its slot; what that is for most slots, and for first moments."""
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-"""State of the torch optimizers that is a mean of gradients, and is not divided by."""
-"""The width of state that goes by its optimizer; what that is for most state, and for what is stored without its small
-values."""
+"""Slots of torch's optimizers that are means of gradients: nothing is divided by them."""
 LOSSLESS_BELOW_BYTES = 16 << 10
 WITHOUT_EXPECTATION = 8
 
