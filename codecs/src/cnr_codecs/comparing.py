@@ -19,7 +19,7 @@ from cnr_codecs.kernels.comparing import (
     read_floats,
     read_steps,
 )
-from cnr_codecs.lattice.floating import floating_codes, floating_limits, scaled
+from cnr_codecs.lattice.floating import floating_codes, floating_limits
 from cnr_codecs.lattice.lattice import lattice_codes
 from cnr_codecs.payload.coded import MANTISSA_BITS, Grid, code_range, grid_values
 from cnr_codecs.protocol import Rows
@@ -43,8 +43,8 @@ def compare_rows(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.N
         return _compare_wide(values, parent, grid, element)
     flat, codes = read_only(np.ascontiguousarray(values, np.float32)), read_only(parent)
     if grid.mantissa:
-        flat, limits = read_only(scaled(flat, grid)), floating_limits(grid, element)
-        compare_floats(flat, dim, MANTISSA_BITS - grid.mantissa, limits, codes, unknown, found)
+        kinds = np.float32(grid.scale), MANTISSA_BITS - grid.mantissa, floating_limits(grid, element)
+        compare_floats(flat, dim, *kinds, codes, unknown, found)
     else:
         compare_steps(flat, dim, 1 / grid.step, codes, unknown, found)
     return found

@@ -8,6 +8,7 @@ import numpy as np
 
 from cnr_codecs.kernels.building.compiled import helper, kernel
 from cnr_codecs.kernels.building.instructions import bits_of
+from cnr_codecs.kernels.lattice import scaled
 
 SAME, OTHER, UNKNOWN = 0, 1, 2
 # A value that is so far from its code, in steps, is rounded to it whatever the error of float32, of codes up to 32,767.
@@ -48,11 +49,12 @@ def compare_steps(values: Any, dim: int, inverse: float, parent: Any, unknown: i
 
 @kernel
 def compare_floats(
-    values: Any, dim: int, shift: int, limits: Any, parent: Any, unknown: int, found: Any
+    values: Any, dim: int, scale: Any, shift: int, limits: Any, parent: Any, unknown: int, found: Any
 ) -> None:
     """Write to `found` (uint8) whether `kernels.lattice.quantize_floating` gives rows the codes `parent`.
 
-    `values` is flat float32, `parent` flat int16. A row whose first code is `unknown` has none.
+    `values` is flat float32, `parent` flat int16. A row whose first code is `unknown` has none. Values are coded as
+    `kernels.lattice.scale_floats` makes them.
     """
     width, below, zero, one = np.uintp(dim), np.uint32(shift), np.uint32(0), np.uint32(1)
     least, lowest, most, raised = limits
@@ -67,7 +69,7 @@ def compare_floats(
         # less.
         different, small, negative = zero, zero, zero
         for j in range(first, first + width):
-            bits = bits_of(values[j])
+            bits = bits_of(scaled(values[j], scale))
             size = np.uint32(bits & _SIZE)
             magnitude = np.uint32(np.uint32(size + np.uint32(half + ((size >> below) & one))) >> below)
             sign, used = np.uint32(zero - np.uint32(bits >> _SIGN)), np.uint32(zero - size)
@@ -81,7 +83,7 @@ def compare_floats(
             least_code = zero if negative > _SIZE else np.uint32(least)
             different = zero
             for j in range(first, first + width):
-                bits = bits_of(values[j])
+                bits = bits_of(scaled(values[j], scale))
                 size = np.uint32(bits & _SIZE)
                 magnitude = np.uint32(np.uint32(size + np.uint32(half + ((size >> below) & one))) >> below)
                 different = np.uint32(different | (np.uint32(top - magnitude) & ~_SIZE))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_codecs.kernels.building.compiled import kernel
+from cnr_codecs.kernels.building.compiled import helper, kernel
 from cnr_codecs.kernels.building.instructions import bits_of, float_of, prefetch
 
 # Beyond every limit, and within an int32.
@@ -154,6 +154,13 @@ def quantize_floating(
     return held
 
 
+@helper
+def scaled(value: Any, scale: Any) -> Any:
+    is_small = abs(value) <= _LEAST
+    product = (np.float32(0) if is_small else value) * scale
+    return value if is_small else product
+
+
 @kernel
 def scale_floats(values: Any, scale: Any, out: Any) -> None:
     """Write flat float32 times `scale` to `out`, but those up to the least normal number as they are.
@@ -161,10 +168,7 @@ def scale_floats(values: Any, scale: Any, out: Any) -> None:
     With smaller ones processors are slow.
     """
     for j in range(np.uintp(values.size)):
-        value = values[j]
-        is_small = abs(value) <= _LEAST
-        scaled = (np.float32(0) if is_small else value) * scale
-        out[j] = value if is_small else scaled
+        out[j] = scaled(values[j], scale)
 
 
 @kernel
