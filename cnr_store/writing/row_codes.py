@@ -54,14 +54,19 @@ KEY = int.from_bytes(os.urandom(8), "little")
 
 @dataclass(frozen=True, eq=False)
 class RowCodes:
-    """What is known of the rows of one write beneath it, and what is noted of them as they are encoded."""
+    """What is known of the rows of one write beneath it, and what is noted of them as they are encoded.
 
-    # (n, columns): the codes that they get; None where nobody asks for them
+    `made` is not filled beforehand: fresh memory takes several times as long as what is written to it, and training
+    waits meanwhile.
+    """
+
+    # (n, columns): the codes that rows get which are `noted`; None where nobody asks for them
     made: Codes | None
     # The codes of all rows held, as the delta's base has them; None if no row may be relative
     parent: Codes | None = None
     rows: RowIds | None = None  # (n,): where the rows lie in `parent`; None for all of them
     digests: Digests | None = None  # (n,): digests that rows without codes get; 0 of others
+    noted: Mask | None = None  # (n,): whose codes are in `made`
 
     def known(self, begin: int, end: int) -> tuple[RowIds, Codes]:
         """Which of the rows at positions `begin` to `end` of the write have known parents, and their parents' codes."""
@@ -113,6 +118,12 @@ class RowCodes:
         end = begin + shape[0]
         return self.parent[begin:end] if self.rows is None else self.parent[self.rows[begin:end]]
 
+    def all_made(self) -> Codes | None:
+        """The codes of all rows. Those that were not noted are unknown."""
+        if self.made is not None and self.noted is not None:
+            self.made[~self.noted, 0] = unknown_code(self.made.dtype)
+        return self.made
+
     @property
     def known_digests(self) -> Digests | None:
         """The digests, if there are any: beside codes most rows need none."""
@@ -136,6 +147,8 @@ class RowCodes:
             return
         fits = coded & (np.abs(codes) <= np.iinfo(self.made.dtype).max).all(axis=1)
         self.made[begin : begin + len(codes)][fits] = codes[fits]
+        if self.noted is not None:
+            self.noted[begin : begin + len(codes)][fits] = True
         others = ~fits if absent is None else ~(fits | absent)
         if self.digests is not None and others.any():
             self.digests[begin : begin + len(codes)][others] = row_digests(values[others], KEY)
@@ -357,12 +370,13 @@ class CodeCache:
         if is_relative and base is not None:
             known = self.find(path, codec, base, first_row, shape)
             parent = None if known is None else known.codes
-        made = digests = None
+        made = digests = noted = None
         if is_kept and own is not None and self.has_room(path, shape, grid_of(own)):
-            made = _unknown((count, shape[1]), code_dtype(grid_of(own)))
+            made = np.empty((count, shape[1]), code_dtype(grid_of(own)))
+            noted = np.zeros(count, np.bool_)
         if is_kept and is_compared:
             digests = np.zeros(count, np.uint64)
-        codes = RowCodes(made, parent, rows, digests)
+        codes = RowCodes(made, parent, rows, digests, noted)
         config = codec.get_config()
         self._writes[path] = _Write(codes, over, rows, first_row, shape, config, own is not None)
         return codes
@@ -374,7 +388,7 @@ class CodeCache:
         `grids`: by path of an array of which rows were written: their grid, None if they have none in common.
         """
         for path, write in self._writes.items():
-            made, digests = write.codes.made, write.codes.known_digests
+            made, digests = write.codes.all_made(), write.codes.known_digests
             if path not in grids or (made is None and digests is None):
                 continue
             grid = grids[path] if write.is_gridded else None
