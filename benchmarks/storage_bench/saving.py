@@ -24,6 +24,7 @@ from cnr_backends.testing import DelayedBackend
 from cnr_codecs import UniformRows
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.stage import PUT_BYTES_IN_FLIGHT, PUTS_IN_FLIGHT, stage
+from cnr_store.writing.team import Team
 
 DELAY_SECONDS = 0.02
 TABLES = 20
@@ -79,7 +80,7 @@ def _plan(rows: int, dim: int, tables: int) -> Plan:
 
 def _save(backend: Backend, plan: Plan) -> None:
     with Transfer(WORKERS, 2 * WORKERS) as transfer:
-        stage(backend, _VERSION, plan, transfer)
+        stage(backend, _VERSION, plan, transfer, Team.alone())
 
 
 def _put_all(backend: Backend, objects: Objects) -> None:

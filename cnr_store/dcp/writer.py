@@ -289,9 +289,9 @@ class Writer(StorageWriter):
         try:
             record = self._writer.write(self._plan(local, said, team), team=team)
         except BaseException as error:  # also an interrupt, so that no rank waits for this one
-            team.fail(error)
+            team.give_up(error)
             raise
-        if team.leads:
+        if team.rank == 0:
             log.info("saved step %d as version %s, %d bytes", record.step, record.id, record.nbytes)
         return record
 

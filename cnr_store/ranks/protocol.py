@@ -37,8 +37,7 @@ class SaveRound:
         self, keyvalue: KeyValue, rank: int, world: int, number: int, timeout_seconds: float
     ) -> None:
         self._keys = keyvalue
-        self._rank = rank
-        self._world = world
+        self.rank, self.world = rank, world
         self._prefix = f"save/{number}"
         self._timeout = timeout_seconds
         # Beats of thousands of ranks must not keep the store busy.
@@ -105,7 +104,7 @@ class SaveRound:
             self._phase = phase
             self._beaten = now
             beat = encode({"count": self._count, "phase": phase})
-            self._keys.set(f"{self._prefix}/beat/{self._rank}", beat)
+            self._keys.set(f"{self._prefix}/beat/{self.rank}", beat)
 
     def check(self) -> None:
         """Raise `RanksError` if a rank has failed or is gone. Asks at most 20 times a second."""
@@ -129,7 +128,7 @@ class SaveRound:
         `message`: why it failed.
         `kind`: the class of the error.
         """
-        self._fail({"ranks": [self._rank], "phase": phase, "message": f"failed: {message}", "kind": kind})
+        self._fail({"ranks": [self.rank], "phase": phase, "message": f"failed: {message}", "kind": kind})
 
     def lose(self, rank: int, message: str) -> None:
         """Tell every rank that another one is gone, and what it last worked on.
@@ -146,11 +145,11 @@ class SaveRound:
         """Tell rank 0 that this rank's part is written. It need not beat any more."""
         self.beat("vote")
         with self._heard("vote"):
-            self._keys.set(f"{self._prefix}/vote/{self._rank}", encode(document))
+            self._keys.set(f"{self._prefix}/vote/{self.rank}", encode(document))
 
     def votes(self) -> list[Document]:
         """Rank 0: wait for the votes of all ranks, its own among them, in rank order."""
-        keys = [f"{self._prefix}/vote/{rank}" for rank in range(self._world)]
+        keys = [f"{self._prefix}/vote/{rank}" for rank in range(self.world)]
         for _ in pauses(FOREVER_SECONDS):
             with self._heard("vote"):
                 votes = self._keys.get_all(keys)
@@ -183,14 +182,15 @@ class SaveRound:
 
     def forget(self) -> None:
         """Remove this rank's keys, once all ranks are known to be done with the save."""
-        shared = ("announced", "failure", "outcome") if self._rank == 0 else ()
-        for name in (*shared, f"vote/{self._rank}", f"beat/{self._rank}"):
-            self._keys.delete(f"{self._prefix}/{name}")
+        shared = ("announced", "failure", "outcome") if self.rank == 0 else ()
+        with suppress(RanksError):  # whatever needs the keys next finds out
+            for name in (*shared, f"vote/{self.rank}", f"beat/{self.rank}"):
+                self._keys.delete(f"{self._prefix}/{name}")
 
     def _fail_silent(self) -> bool:
         """Tell of the watched ranks that are gone, if there are some."""
         gone = self._watch.silent(self._watched)
-        if self._rank == 0:  # which need not beat any more
+        if self.rank == 0:  # which need not beat any more
             voted = [rank for rank in gone if self._keys.get(f"{self._prefix}/vote/{rank}") is not None]
             self._watched = self._watched.difference(voted)
             gone = {rank: phase for rank, phase in gone.items() if rank not in voted}
@@ -216,5 +216,5 @@ class SaveRound:
         try:
             yield
         except RanksError as error:
-            self._error = RanksError(f"{phase}: rank {self._rank} failed: {error}")
+            self._error = RanksError(f"{phase}: rank {self.rank} failed: {error}")
             raise self._error from error

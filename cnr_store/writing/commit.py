@@ -196,7 +196,7 @@ def read_outcome(
     `nonce`: that the first rank has given the version.
     `plan`, `staged`: what this rank has written.
     """
-    told = team.round.outcome()
+    told = team.outcome()
     if told is not None:
         if "error" in told:
             raise error_from(told)
@@ -220,8 +220,8 @@ def _arbitrate(backend: Backend, direct: Backend, version: str, team: Team) -> R
     """
     attempt = VersionId.parse(version)
     # What failed before, such as rank 0, goes first.
-    team.round.fail("outcome", "it hears nothing from rank 0")
-    cause = team.round.failure[1]
+    team.fail("outcome", "it hears nothing from rank 0")
+    cause = team.failure[1]
     if attempt is None or not backend.atomic_create:
         raise SaveError(
             f"{cause}. It is not known whether version {version} of {backend.url} was committed: that storage has no "

@@ -100,20 +100,15 @@ Assembled = tuple[RowsWrite, int, Sequence[BytesLike | None]]
 class Exchange:
     """The shared shards of one version.
 
-    `peers`: this rank and the others.
+    `team`: this rank and the others.
     `writes`: those that ranks share, each with how it is cut. All ranks have the same, in any order.
     """
 
-    def __init__(self, peers: Team, writes: Sequence[tuple[RowsWrite, Grid]]) -> None:
-        self._peers = peers
+    def __init__(self, team: Team, writes: Sequence[tuple[RowsWrite, Grid]]) -> None:
+        self._team = team
         self._writes = sorted(writes, key=lambda each: each[0].path)
-        self._routes = find_routes(self._writes, peers.world)
-        self._local = self._routes.local_of(peers.rank)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank commits."""
-        return self._peers.rank == 0
+        self._routes = find_routes(self._writes, team.world)
+        self._local = self._routes.local_of(team.rank)
 
     def local_shards(self, path: str) -> list[int]:
         """The shards of an array that this rank writes from its own rows alone."""
@@ -130,7 +125,7 @@ class Exchange:
     def _rounds(self) -> Iterator[list[_Shard]]:
         together, nbytes = list[_Shard](), 0.0
         for shard in self._routes.shared:
-            if together and nbytes + shard.nbytes > ROUND_BYTES * self._peers.world:
+            if together and nbytes + shard.nbytes > ROUND_BYTES * self._team.world:
                 yield together
                 together, nbytes = [], 0.0
             together.append(shard)
@@ -139,7 +134,7 @@ class Exchange:
             yield together
 
     def _run_round(self, together: Sequence[_Shard], seal: Callable[[str, int], int]) -> Iterator[Assembled]:
-        me = self._peers.rank
+        me = self._team.rank
         sent: dict[int, list[Fragment]] = {}
         expected: set[int] = set()
         for shard in together:
@@ -148,7 +143,7 @@ class Exchange:
             if shard.owner == me:
                 expected |= shard.suppliers - {me}
         own = sent.pop(me, [])
-        received = self._peers.exchange(
+        received = self._team.exchange(
             {rank: pack(fragments) for rank, fragments in sent.items()}, sorted(expected)
         )
         by_shard: dict[tuple[int, int], list[Fragment]] = {}
@@ -173,7 +168,7 @@ class Exchange:
             spans = [
                 span
                 for span in band.spans
-                if supplier(span.ranks, shard.owner, shard.shard) == self._peers.rank
+                if supplier(span.ranks, shard.owner, shard.shard) == self._team.rank
             ]
             if not spans:
                 continue

@@ -11,9 +11,10 @@ import json
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,19 +25,12 @@ from cnr_backends import Backend, Transfer
 from cnr_codecs import array_dtype, zarr_codecs
 from cnr_store.errors import SaveError
 from cnr_store.format import layout
-from cnr_store.format.arrays import (
-    Doc,
-    add_node,
-    dense_grid,
-    document_bytes,
-    rows_document,
-)
-from cnr_store.format.grid import Grid
+from cnr_store.format.arrays import add_node, dense_grid, document_bytes, rows_document
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.fragments import BytesLike
 from cnr_store.writing.exchange import Exchange, positions_of
 from cnr_store.writing.plan import DensePiece, DenseWrite, MovedRows, Plan, RowsWrite
-from cnr_store.writing.staged import Object, Put, Puts, Staged
+from cnr_store.writing.staged import Beginnings, Object, Staged
 from cnr_store.writing.steps import find_steps
 from cnr_store.writing.team import Team
 
@@ -48,58 +42,46 @@ _ENCODED_TOGETHER_BYTES = 4 << 20
 """Of the rows that one task encodes: enough to make the task worth its thread, little enough to share a shard out."""
 
 
-@dataclass(frozen=True)
-class _Home:
-    """Where a version's arrays and groups lie."""
-
-    version: str
-    moved: Mapping[str, str]  # paths of arrays and groups by their plain ones, where the two differ
-
-    def key(self, path: str, *parts: str) -> str:
-        return layout.version_key(self.version, self.moved.get(path, path), *parts)
-
-    def seal(self, path: str, first_row: int) -> int:
-        return layout.seal(self.version, self.moved.get(path, path), first_row, 0)
-
-
 def stage(
     backend: Backend,
     version: str,
     plan: Plan,
     transfer: Transfer,
-    peers: Team | None = None,
+    team: Team,
     rows_done: Callable[[], None] = lambda: None,
 ) -> Staged:
     """Put every object of a version but its manifest, state and record; of many ranks, those that this one puts.
 
     `transfer`: its threads encode; one worker alone is the calling thread. Puts have threads of their own.
-    `peers`: the ranks that share the plan's arrays; None where this process has them all.
+    `team`: the ranks that share the plan's arrays.
     `rows_done`: called when no row is read from the model any more, while objects are still being put.
     """
-    dense, rows = joined(plan.dense, peers), find_steps(plan.rows, transfer, peers)
-    plan = replace(plan, dense=dense, rows=rows)
-    staged, home = Staged(rows), _Home(version, moved_nodes(plan.place()))
-    held = [(each, each.grid) for each in plan.rows if each.held is not None and each.rows_written]
-    shared = None if peers is None else Exchange(peers, held)
-
+    dense, rows = joined(plan.dense, team), find_steps(plan.rows, transfer, team)
+    staged = Staged(rows)
+    work = _Stage(replace(plan, dense=dense, rows=rows), version, transfer, team, staged)
     # Training stands still for live rows, so nothing may keep their encoders waiting.
     is_alone = transfer.workers == 1 and not any(each.is_live for each in rows)
     with (
         Transfer(PUTS_IN_FLIGHT, _PUTS_WAITING, PUT_BYTES_IN_FLIGHT) as putting,
-        closing(Puts(backend, staged, is_alone)) as puts,
-        closing(_objects(home, plan, transfer, staged, shared, rows_done)) as objects,
-        closing(putting.map(Put.finish, puts.begin(_telling(objects, peers)), Put.nbytes)) as done,
+        closing(Beginnings(backend, staged)) as beginnings,
+        closing(work.objects(rows_done)) as objects,
+        closing(
+            putting.map(
+                lambda made: (made.path, made.index, made.finish(backend)),
+                beginnings.begin(objects) if is_alone else objects,
+                Object.nbytes,
+            )
+        ) as done,
     ):
-        for made, part in done:
-            if peers is not None:
-                peers.beat()
+        for path, index, part in done:
+            team.beat("put")
             if part is None:
                 continue
             staged.nbytes += part.nbytes
-            if made.path is not None:
-                staged.parts.setdefault(made.path, {})[made.index] = part
+            if path is not None:
+                staged.parts.setdefault(path, {})[index] = part
     for path, entry in staged.arrays.items():
-        staged.arrays[path] = replace(entry, stored=home.moved.get(path))
+        staged.arrays[path] = replace(entry, stored=work.moved.get(path))
     for write in rows:
         staged.count(
             write.path, write.counted if write.sample is None else [*write.counted, write.sample.counts]
@@ -107,30 +89,21 @@ def stage(
     return staged
 
 
-def _telling(objects: Iterable[Object], peers: Team | None) -> Iterator[Object]:
-    """The objects; the other ranks hear of each, and this rank of their failures."""
-    for each in objects:
-        if peers is not None:
-            peers.beat()
-        yield each
-
-
 @dataclass(frozen=True)
 class _Chunks:
     """Consecutive chunks of a shard, to be encoded by one call of the codec."""
 
     rows: RowsWrite
-    grid: Grid
     shard: int  # shard, first_slot: where they lie
     first_slot: int
     # Positions in the write's ids where each chunk's rows begin, and where the last one's end
     edges: list[int]
 
-    def encode(self, home: _Home) -> list[bytes | None]:
-        rows, grid, (begin, *_, end) = self.rows, self.grid, self.edges
+    def encode(self, seal: Callable[[str, int], int]) -> list[bytes | None]:
+        rows, grid, (begin, *_, end) = self.rows, self.rows.grid, self.edges
         slots = [slot for slot, (first, last) in enumerate(pairwise(self.edges)) if first < last]
         first_row = self.shard * grid.shard_rows + self.first_slot * grid.chunk_rows
-        seals = [home.seal(rows.path, first_row + slot * grid.chunk_rows) for slot in slots]
+        seals = [seal(rows.path, first_row + slot * grid.chunk_rows) for slot in slots]
         # Chunks begin at multiples of their rows.
         offsets = None if rows.ids is None else rows.ids[begin:end] % grid.chunk_rows
         edges = [*(self.edges[slot] - begin for slot in slots), end - begin]
@@ -139,168 +112,146 @@ class _Chunks:
         return [found.get(slot) for slot in range(len(self.edges) - 1)]
 
 
-def _shard_object(
-    home: _Home, path: str, shape: tuple[int, ...], shard: int, chunks: Sequence[BytesLike | None] | None
-) -> Object:
-    """A shard's object, from the chunks of all its slots; None for its place alone."""
-    return Object(home.key(path, f"c/{shard}/0" if len(shape) == 2 else f"c/{shard}"), chunks, path, shard)
+_Task = _Chunks | Callable[[], Object]
+_Encoded = tuple[_Task, Object | list[bytes | None], float]
 
 
-@dataclass(frozen=True)
-class _MovedShard:
-    """A shard of rows that are moved as they are stored."""
+@dataclass
+class _Stage:
+    """Makes the objects of one version; notes each array in `staged` when its first object is made."""
 
-    rows: MovedRows
-    shard: int
+    plan: Plan
+    version: str
+    transfer: Transfer
+    team: Team
+    staged: Staged
 
-    def encode(self, home: _Home) -> Object:
-        path = self.rows.path
-        chunks = self.rows.chunks(self.shard, lambda first_row: home.seal(path, first_row))
-        return _shard_object(home, path, self.rows.entry.shape, self.shard, chunks)
+    def __post_init__(self) -> None:
+        self.moved = moved_nodes(
+            self.plan.place()
+        )  # paths of arrays and groups by their plain ones, if they differ
+        held = [(each, each.grid) for each in self.plan.rows if each.held is not None and each.rows_written]
+        self._exchange = Exchange(self.team, held)
 
+    def _key(self, path: str, *parts: str) -> str:
+        return layout.version_key(self.version, self.moved.get(path, path), *parts)
 
-@dataclass(frozen=True)
-class _DenseChunk:
-    dense: DenseWrite
-    index: int
+    def _seal(self, path: str, first_row: int) -> int:
+        return layout.seal(self.version, self.moved.get(path, path), first_row, 0)
 
-    def encode(self, home: _Home) -> Object:
-        values = self.dense.values
+    def objects(self, rows_done: Callable[[], None]) -> Generator[Object, None, None]:
+        """Every object in turn, first those of rows that training waits for."""
+        live = [rows for rows in self.plan.rows if rows.is_live]
+        exchanged = self._exchanged()
+        if live:
+            workers = self.transfer.workers
+            threads = max(self.plan.live_threads, workers)
+            # Training stands still: its threads encode, too.
+            with Transfer(threads, 2 * threads) if threads > workers else nullcontext(self.transfer) as crew:
+                yield from self._encoded(crew, self._row_tasks(live))
+            if any(rows.held is not None for rows in live):
+                yield from exchanged
+        rows_done()
+        yield from self._encoded(self.transfer, self._tasks())
+        yield from exchanged
+
+    def _exchanged(self) -> Iterator[Object]:
+        for rows, shard, chunks in self._exchange.run(self._seal):
+            yield self._shard(rows.path, rows.shape, shard, chunks)
+
+    def _encoded(self, transfer: Transfer, tasks: Iterable[_Task]) -> Iterator[Object]:
+        """The objects of tasks, in order.
+
+        One worker alone is this thread: another one would wake it for each task, and each time both would wait for the
+        interpreter's lock, and training for them.
+        """
+
+        def encode(task: _Task) -> _Encoded:
+            began = time.perf_counter()
+            made = task.encode(self._seal) if isinstance(task, _Chunks) else task()
+            return task, made, time.perf_counter() - began
+
+        is_alone, chunks = transfer.workers == 1, list[bytes | None]()
+        with closing(
+            (encode(task) for task in tasks) if is_alone else transfer.map(encode, tasks)
+        ) as encoded:
+            for task, made, seconds in encoded:
+                self.staged.encoding_seconds += seconds
+                self.team.beat("put")
+                if isinstance(made, Object):
+                    yield made
+                elif isinstance(task, _Chunks):
+                    rows, slots = task.rows, task.rows.grid.chunks_per_shard
+                    if not chunks and len(made) < slots:  # its place alone
+                        yield self._shard(rows.path, rows.shape, task.shard, None)
+                    chunks += made
+                    if len(chunks) == slots:
+                        yield self._shard(rows.path, rows.shape, task.shard, chunks)
+                        chunks = []
+
+    def _row_tasks(self, writes: Iterable[RowsWrite]) -> Iterator[_Task]:
+        for rows in writes:
+            if self.team.rank == 0:  # which commits: there may be thousands of arrays
+                self.staged.arrays[rows.path] = rows.entry
+                if rows.rows_written:
+                    doc = rows_document(rows.shape, rows.element, rows.grid, zarr_codecs(rows.codec)[1:])
+                    add_node(self.staged.nodes, rows.path, doc)
+            if rows.rows_written:
+                every = range(rows.grid.shard_grid[0])
+                own = every if rows.held is None else self._exchange.local_shards(rows.path)
+                yield from _shards(rows, own)
+
+    def _tasks(self) -> Iterator[_Task]:
+        """Those of all but live rows."""
+        staged = self.staged
+        yield from self._row_tasks(rows for rows in self.plan.rows if not rows.is_live)
+        for moved in self.plan.moved:
+            staged.arrays[moved.path] = moved.entry
+            add_node(staged.nodes, moved.path, moved.document)
+            yield from (partial(self._moved, moved, shard) for shard in range(moved.grid.shard_grid[0]))
+        for dense in self.plan.dense:
+            doc = staged.note_dense(dense)
+            if dense.is_own:
+                staged.own.append(
+                    [dense.path, list(dense.values.shape), dense.values.dtype.str, dense.torch_dtype]
+                )
+            if not dense.is_here:
+                continue
+            # For readers of that array alone; documents of others stand in the record only. It goes first, so that its
+            # small put runs beside large ones rather than after them.
+            yield partial(Object, self._key(dense.path, layout.NODE), document_bytes(doc))
+            for index in range(dense_grid(dense.values.shape, dense.values.dtype).chunks):
+                yield partial(self._dense, dense, index)
+
+    def _shard(
+        self, path: str, shape: tuple[int, ...], shard: int, chunks: Sequence[BytesLike | None] | None
+    ) -> Object:
+        """A shard's object, from the chunks of all its slots; None for its place alone."""
+        return Object(
+            self._key(path, f"c/{shard}/0" if len(shape) == 2 else f"c/{shard}"), chunks, path, shard
+        )
+
+    def _moved(self, rows: MovedRows, shard: int) -> Object:
+        chunks = rows.chunks(shard, lambda first_row: self._seal(rows.path, first_row))
+        return self._shard(rows.path, rows.entry.shape, shard, chunks)
+
+    def _dense(self, dense: DenseWrite, index: int) -> Object:
+        values = dense.values
         grid = dense_grid(values.shape, values.dtype)
         if grid.shape:
-            first = self.index * grid.chunk[0]
+            first = index * grid.chunk[0]
             values = values[first : first + grid.chunk[0]]
             if len(values) < grid.chunk[0]:  # Zarr stores edge chunks whole
                 padding = np.zeros((grid.chunk[0] - len(values), *grid.chunk[1:]), grid.dtype)
                 values = np.concatenate([values, padding])
         data = np.ascontiguousarray(values).tobytes()
         data += google_crc32c.value(data).to_bytes(4, "little")
-        return Object(home.key(self.dense.path, grid.key(self.index)), data, self.dense.path, self.index)
+        return Object(self._key(dense.path, grid.key(index)), data, dense.path, index)
 
 
-@dataclass(frozen=True)
-class _DenseDocument:
-    """The Zarr document of a dense array, for readers of that array alone. All others stand in the record only."""
-
-    path: str
-    doc: Doc
-
-    def encode(self, home: _Home) -> Object:
-        return Object(home.key(self.path, layout.NODE), document_bytes(self.doc))
-
-
-_Task = _Chunks | _MovedShard | _DenseChunk | _DenseDocument
-_Encoded = tuple[_Task, Object | list[bytes | None], float]
-
-
-def _objects(
-    home: _Home,
-    plan: Plan,
-    transfer: Transfer,
-    staged: Staged,
-    shared: Exchange | None,
-    rows_done: Callable[[], None],
-) -> Generator[Object, None, None]:
-    """Every object in turn, first those of rows that training waits for."""
-    live = [rows for rows in plan.rows if rows.is_live]
-    exchanged = _exchanged(home, shared)
-    if live:
-        threads = max(plan.live_threads, transfer.workers)
-        # Training stands still: its threads encode, too.
-        more = Transfer(threads, 2 * threads) if threads > transfer.workers else nullcontext(transfer)
-        with more as crew:
-            yield from _encoded(home, crew, _row_tasks(live, staged, shared), staged)
-        if any(rows.held is not None for rows in live):
-            yield from exchanged
-    rows_done()
-    yield from _encoded(home, transfer, _tasks(plan, staged, shared), staged)
-    yield from exchanged
-
-
-def _exchanged(home: _Home, shared: Exchange | None) -> Iterator[Object]:
-    if shared is not None:
-        for rows, shard, chunks in shared.run(home.seal):
-            yield _shard_object(home, rows.path, rows.shape, shard, chunks)
-
-
-def _encoded(home: _Home, transfer: Transfer, tasks: Iterable[_Task], staged: Staged) -> Iterator[Object]:
-    """The objects of tasks. Notes each array in `staged` when its first object is made."""
-
-    def encode(task: _Task) -> _Encoded:
-        began = time.perf_counter()
-        return task, task.encode(home), time.perf_counter() - began
-
-    chunks: list[bytes | None] = []
-    with closing(_mapped(transfer, encode, tasks)) as encoded:
-        for task, made, seconds in encoded:
-            staged.encoding_seconds += seconds
-            if isinstance(made, Object):
-                yield made
-            elif isinstance(task, _Chunks):
-                of_shard = home, task.rows.path, task.rows.shape, task.shard
-                if not chunks and len(made) < task.grid.chunks_per_shard:
-                    yield _shard_object(*of_shard, None)
-                chunks += made
-                if len(chunks) == task.grid.chunks_per_shard:
-                    yield _shard_object(*of_shard, chunks)
-                    chunks = []
-
-
-def _mapped(
-    transfer: Transfer, encode: Callable[[_Task], _Encoded], tasks: Iterable[_Task]
-) -> Generator[_Encoded, None, None]:
-    """What each task encodes to, in order.
-
-    One worker alone is this thread: another one would wake it for each task, and each time both would wait for the
-    interpreter's lock, and training for them.
-    """
-    if transfer.workers == 1:
-        return (encode(task) for task in tasks)
-    return transfer.map(encode, tasks)
-
-
-def _row_tasks(writes: Iterable[RowsWrite], staged: Staged, shared: Exchange | None) -> Iterator[_Task]:
-    for rows in writes:
-        if shared is None or shared.leads:
-            _note(rows, staged)
-        if rows.rows_written:
-            grid = rows.grid
-            every = range(grid.shard_grid[0])
-            own = every if shared is None or rows.held is None else shared.local_shards(rows.path)
-            yield from _shards(rows, grid, own)
-
-
-def _tasks(plan: Plan, staged: Staged, shared: Exchange | None) -> Iterator[_Task]:
-    """Those of all but live rows."""
-    yield from _row_tasks((rows for rows in plan.rows if not rows.is_live), staged, shared)
-    for moved in plan.moved:
-        staged.arrays[moved.path] = moved.entry
-        add_node(staged.nodes, moved.path, moved.document)
-        yield from (_MovedShard(moved, shard) for shard in range(moved.grid.shard_grid[0]))
-    for dense in plan.dense:
-        doc = staged.note_dense(dense)
-        if dense.is_own:
-            staged.own.append(
-                [dense.path, list(dense.values.shape), dense.values.dtype.str, dense.torch_dtype]
-            )
-        if not dense.is_here:
-            continue
-        # It goes first, so that its small put runs beside large ones rather than after them.
-        yield _DenseDocument(dense.path, doc)
-        for index in range(dense_grid(dense.values.shape, dense.values.dtype).chunks):
-            yield _DenseChunk(dense, index)
-
-
-def _note(rows: RowsWrite, staged: Staged) -> None:
-    """Note an array for the record. Only the rank that commits does: there may be thousands."""
-    staged.arrays[rows.path] = rows.entry
-    if rows.rows_written:
-        doc = rows_document(rows.shape, rows.element, rows.grid, zarr_codecs(rows.codec)[1:])
-        add_node(staged.nodes, rows.path, doc)
-
-
-def _shards(rows: RowsWrite, grid: Grid, shards: Iterable[int]) -> Iterator[_Chunks]:
+def _shards(rows: RowsWrite, shards: Iterable[int]) -> Iterator[_Chunks]:
     """The chunks of these shards, if they have rows, those of a shard in order and together."""
+    grid = rows.grid
     row_bytes = grid.columns * array_dtype(rows.element).itemsize
     most_rows = max(1, _ENCODED_TOGETHER_BYTES // row_bytes)
     for shard in shards:
@@ -313,29 +264,29 @@ def _shards(rows: RowsWrite, grid: Grid, shards: Iterable[int]) -> Iterator[_Chu
         while first < slots:
             # As many slots as hold `most_rows`, and at least one.
             end = max(first + 1, bisect_right(edges, edges[first] + most_rows) - 1)
-            yield _Chunks(rows, grid, shard, first, edges[first : end + 1])
+            yield _Chunks(rows, shard, first, edges[first : end + 1])
             first = end
 
 
 _HEADER_BYTES = 8
 
 
-def joined(dense: Sequence[DenseWrite], peers: Team | None) -> list[DenseWrite]:
+def joined(dense: Sequence[DenseWrite], team: Team) -> list[DenseWrite]:
     """The dense arrays of a plan, those that this rank puts with their values, from the pieces that ranks hold.
 
     `dense`: the same arrays in pieces on all ranks, in the same order. The others may differ.
-    `peers`: the ranks that share them; None where this process has them all.
+    `team`: the ranks that share them.
     """
     shared = [write for write in dense if write.pieces is not None]  # which ranks know by their numbers
     if not shared:
         return list(dense)
-    me = 0 if peers is None else peers.rank
+    me = team.rank
     pieces = {number: list(write.pieces or ()) for number, write in enumerate(shared) if write.owner == me}
-    if peers is not None and peers.world > 1:
+    if team.world > 1:
         owners = {write.owner for write in shared}
         messages = {owner: _packed(shared, owner) for owner in sorted(owners - {me})}
-        others = [rank for rank in range(peers.world) if rank != me] if me in owners else []
-        for data in peers.exchange(messages, others).values():
+        others = [rank for rank in range(team.world) if rank != me] if me in owners else []
+        for data in team.exchange(messages, others).values():
             for number, piece in _unpacked(data, shared):
                 pieces[number].append(piece)
     whole = {shared[number].path: _whole(shared[number], pieces[number]) for number in pieces}

@@ -97,42 +97,37 @@ class Staged:
         return doc
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Object:
-    """An object to put. `path` is None for metadata."""
+    """An object to put. `path` is None for metadata. Its put may be begun by one thread and be finished by another."""
 
     key: str
     # A shard's chunks, or bytes that are the object. None: only its place is made ready, as it takes time to encode.
     data: bytes | Sequence[BytesLike | None] | None
     path: str | None = None
     index: int = 0
-
-
-class Put:
-    """The put of an object. It may be begun by one thread and be finished by another one."""
-
-    def __init__(self, made: Object, backend: Backend) -> None:
-        self._made, self._backend = made, backend
-        self._begun: Generator[None, None, None] | None = None
+    _begun: Generator[None, None, None] | None = None
 
     def nbytes(self) -> int:
-        data = self._made.data
-        return len(data) if isinstance(data, bytes) else sum(map(len, filter(None, data or ())))
+        """Bytes of memory."""
+        return (
+            len(self.data) if isinstance(self.data, bytes) else sum(map(len, filter(None, self.data or ())))
+        )
 
-    def begin(self) -> None:
-        self._begun = self._backend.begin_put(self._made.key, self._pieces)
+    def begin(self, backend: Backend) -> None:
+        """Begin the put."""
+        self._begun = backend.begin_put(self.key, self._pieces)
 
-    def finish(self) -> tuple[Object, Part | None]:
-        """Put what is not put yet; the object, and what the manifest says of it."""
-        if self._made.data is None:
-            self._backend.prepare(self._made.key)
-            return self._made, None
-        pieces = self._pieces
+    def finish(self, backend: Backend) -> Part | None:
+        """Put what is not put yet. Returns what the manifest says of it."""
+        if self.data is None:
+            backend.prepare(self.key)
+            return None
         if self._begun is None:
-            self._backend.put(self._made.key, pieces)
+            backend.put(self.key, self._pieces)
         else:
             deque(self._begun, maxlen=0)
-        return self._made, Part(sum(map(len, pieces)), int.from_bytes(bytes(pieces[-1])[-4:], "little"))
+        return Part(sum(map(len, self._pieces)), int.from_bytes(bytes(self._pieces[-1])[-4:], "little"))
 
     def close(self) -> None:
         """Leave nothing of a put that was begun. No thread may be at it."""
@@ -141,41 +136,36 @@ class Put:
 
     @cached_property
     def _pieces(self) -> Sequence[BytesLike]:
-        data = self._made.data
-        return [data] if isinstance(data, bytes) else build_shard(data or ())
+        return [self.data] if isinstance(self.data, bytes) else build_shard(self.data or ())
 
 
-class Puts:
-    """The puts of a version.
+class Beginnings:
+    """Puts that the thread which encodes begins, as it is alone and training goes on beside it.
 
-    `staged`: what is being put.
-    `is_alone`: whether one thread encodes, and training goes on beside it. That thread then begins the puts: one more
-    thread that copies bytes to the page cache would be a third one, and training would wait for it on two cores. It
-    does so only while that takes little beside encoding: where writing waits for the storage, a save must not take as
-    long as both.
+    One more thread that copies bytes to the page cache would be a third one, and training would wait for it on two
+    cores. It does so only while that takes little beside encoding: where writing waits for the storage, a save must not
+    take as long as both.
     """
 
-    def __init__(self, backend: Backend, staged: Staged, is_alone: bool) -> None:
-        self._backend, self._staged, self._is_alone = backend, staged, is_alone
-        self._begun = WeakSet[Put]()
+    def __init__(self, backend: Backend, staged: Staged) -> None:
+        self._backend, self._staged = backend, staged
+        self._begun = WeakSet[Object]()
         self._seconds = 0.0
 
-    def begin(self, objects: Iterable[Object]) -> Generator[Put, None, None]:
-        """The puts of objects, to be finished by other threads."""
+    def begin(self, objects: Iterable[Object]) -> Generator[Object, None, None]:
+        """The objects, to be finished by other threads."""
         for made in objects:
-            put = Put(made, self._backend)
-            is_here = self._is_alone and made.data is not None
-            if is_here and self._seconds <= _MOST_BEGINNING * self._staged.encoding_seconds:
+            if made.data is not None and self._seconds <= _MOST_BEGINNING * self._staged.encoding_seconds:
                 began = time.perf_counter()
-                put.begin()
-                self._begun.add(put)
+                made.begin(self._backend)
+                self._begun.add(made)
                 self._seconds += time.perf_counter() - began
-            yield put
+            yield made
 
     def close(self) -> None:
         """Leave nothing of those that were begun and not finished."""
-        for put in self._begun:
-            put.close()
+        for made in self._begun:
+            made.close()
 
 
 def _packed(parts: list[tuple[int, int, int]]) -> str:

@@ -26,23 +26,21 @@ from cnr_store.writing.row_codes import Array, grid_of, gridded_codec
 from cnr_store.writing.team import Team
 
 
-def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, peers: Team | None) -> list[RowsWrite]:
+def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, team: Team) -> list[RowsWrite]:
     """The same writes; those that are whole and go by the scale of their rows with the step of these.
 
     Ranks that share arrays must call it together. The first of them adds up the counts of all.
 
     `transfer`: its threads read the rows.
-    `peers`: the ranks that share arrays; None where this process has them all.
+    `team`: the ranks that share arrays.
     """
     found = {rows.path: (rows, lattice) for rows in writes if (lattice := _wants_step(rows)) is not None}
     if not found:
         return list(writes)
-    rank = 0 if peers is None else peers.rank
-    counts = {path: _counts(rows, rank, transfer) for path, (rows, _) in found.items()}
-    if peers is not None and peers.world > 1:
-        shared = sorted(path for path, (rows, _) in found.items() if rows.held is not None)
-        if shared:
-            counts |= _added(np.stack([counts[path] for path in shared]), shared, peers)
+    counts = {path: _counts(rows, team.rank, transfer) for path, (rows, _) in found.items()}
+    shared = sorted(path for path, (rows, _) in found.items() if rows.held is not None)
+    if team.world > 1 and shared:
+        counts |= _added(np.stack([counts[path] for path in shared]), shared, team)
     steps = {path: lattice.step_of(median_scale(counts[path])) for path, (_, lattice) in found.items()}
     return [
         replace(rows, codec=_with_step(rows.codec, steps[rows.path])) if rows.path in steps else rows
@@ -96,16 +94,16 @@ def _parts(rows: RowsWrite, values: Array, spans: tuple[Span, ...] | None) -> li
     return [columns_of(rows.held, values, span.first_column, span.columns) for span in spans]
 
 
-def _added(own: Counts, paths: Sequence[str], peers: Team) -> dict[str, Counts]:
+def _added(own: Counts, paths: Sequence[str], team: Team) -> dict[str, Counts]:
     """The counts of all ranks, by path; `own`, (paths, bins), are this one's."""
-    others = range(1, peers.world)
-    if peers.rank:
-        peers.exchange({0: [own.astype("<i8").tobytes()]}, [])
-        total = _parsed(peers.exchange({}, [0])[0], 0, own.shape)
+    others = range(1, team.world)
+    if team.rank:
+        team.exchange({0: [own.astype("<i8").tobytes()]}, [])
+        total = _parsed(team.exchange({}, [0])[0], 0, own.shape)
     else:
-        received = peers.exchange({}, list(others))
+        received = team.exchange({}, list(others))
         total = sum((_parsed(received[rank], rank, own.shape) for rank in others), own)
-        peers.exchange({rank: [total.astype("<i8").tobytes()] for rank in others}, [])
+        team.exchange({rank: [total.astype("<i8").tobytes()] for rank in others}, [])
     return dict(zip(paths, total, strict=True))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
 from typing import Self
 
 from cnr_store import errors
@@ -12,84 +11,49 @@ from cnr_store.ranks.group import Alone, Document, Group, LostRankError, Piece
 from cnr_store.ranks.protocol import SaveRound
 
 
-class Team:
-    """One save of all ranks of a group. The first rank leads: it claims and commits.
+class Team(SaveRound):
+    """One save of all ranks of a group, as the writer of each sees it. The first rank leads: it claims and commits.
 
     `group`: the ranks.
     `number`: which save of the group it is, the same on all ranks.
-
-    `round`: how the ranks hear of each other's progress and failures.
     """
 
     def __init__(self, group: Group, number: int) -> None:
-        self._group, self._number = group, number
-        self.round = SaveRound(group.keyvalue, group.rank, group.world, number, group.timeout_seconds)
+        super().__init__(group.keyvalue, group.rank, group.world, number, group.timeout_seconds)
+        self.group, self._number = group, number
 
     @classmethod
     def alone(cls) -> Self:
         """A team of this process."""
         return cls(Alone(), 0)
 
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-        return self._group.rank
-
-    @property
-    def world(self) -> int:
-        """How many ranks there are."""
-        return self._group.world
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank claims and commits."""
-        return self.rank == 0
-
-    def beat(self) -> None:
-        """Tell the other ranks that this one makes progress, and raise if one of them has failed."""
-        self.round.beat("put")
-
-    def working(self) -> AbstractContextManager[None]:
-        """Have ranks that are done with this save, and decide about the next, wait for this one while it goes on."""
-        return self._group.working("save", lambda: self.round.beats)
-
     def exchange(
         self, messages: Mapping[int, Sequence[Piece]], expected: Collection[int]
     ) -> Mapping[int, memoryview]:
         """Send each rank its message, and return those of the ranks expected."""
-        self.round.beat("exchange")
+        self.beat("exchange")
         try:
-            return self._group.exchange(messages, expected, self._number, lambda: self.round.beat("exchange"))
+            return self.group.exchange(messages, expected, self._number, lambda: self.beat("exchange"))
         except LostRankError as error:
-            self.round.lose(error.rank, str(error))
+            self.lose(error.rank, str(error))
             raise
 
-    def votes(self) -> list[Document]:
-        """What each of the other ranks has put, in rank order. The first rank waits for them."""
-        self.round.vote({})
-        return self.round.votes()[1:]
-
-    def forget(self) -> None:
-        """Remove what this rank has told the others of a save that is over on all of them."""
-        with suppress(RanksError):  # whatever needs the keys next finds out
-            self.round.forget()
-
-    def fail(self, error: BaseException, *, is_excused: bool = False) -> None:
+    def give_up(self, error: BaseException, *, is_excused: bool = False) -> None:
         """Tell the other ranks that this one can't go on, so that none waits for it.
 
         If an outage has it excused, the failure is an `OutageError` on all ranks.
         """
         kind = type(error).__name__
-        self.round.fail(self.round.phase, f"{kind}: {error}", OutageError.__name__ if is_excused else kind)
+        self.fail(self.phase, f"{kind}: {error}", OutageError.__name__ if is_excused else kind)
 
-    def failure(self, error: Exception, describe: Callable[[str], str]) -> CheckpointError:
+    def told(self, error: Exception, describe: Callable[[str], str]) -> CheckpointError:
         """What the caller of this rank is told of an error: on all ranks one of the same class.
 
         `describe`: makes a message of what failed, on which rank and in which phase.
         """
         if isinstance(error, CheckpointError) and not isinstance(error, RanksError):
             return error
-        kind, text = self.round.failure
+        kind, text = self.failure
         cause = str(error) if self.world == 1 else text or str(error)
         return error_from({"error": kind, "text": describe(cause)})
 

@@ -168,10 +168,11 @@ class Writer:
         and commits. None where this process has all of it.
         """
         team = team or Team.alone()
-        self._patience.on_pause = team.round.pause  # a rank that asks the storage again does not stand still
+        self._patience.on_pause = team.pause  # a rank that asks the storage again does not stand still
         try:
-            with team.working():
-                return (self._lead if team.leads else self._follow)(plan, rows_done, team)
+            # Ranks that are done with this save, and decide about the next, wait for this one while it goes on.
+            with team.group.working("save", lambda: team.beats):
+                return (self._follow if team.rank else self._lead)(plan, rows_done, team)
         finally:
             self._patience.on_pause = lambda: None
 
@@ -179,23 +180,24 @@ class Writer:
         claim, version, nonce, sent = None, None, secrets.token_hex(16), False
         try:
             try:
-                team.round.beat("claim")
+                team.beat("claim")
                 claim = self._claimed()
                 version = claim.next_version()
                 planned = plan.digest() if team.world > 1 else ""
-                team.round.announce({"version": version, "nonce": nonce, "plan": planned})
+                team.announce({"version": version, "nonce": nonce, "plan": planned})
                 staged = self._stage(version, plan, rows_done, team)
             finally:
                 rows_done()
             state = put_state(self._backend, version, plan, staged)
-            for vote in team.votes():
+            team.vote({})
+            for vote in team.votes()[1:]:
                 staged.add(vote)
-            team.round.beat("record")
+            team.beat("record")
             record = finish_record(self._backend, version, plan, staged, state, nonce)
 
             def attempt() -> Record:
                 nonlocal sent
-                team.round.beat("commit")
+                team.beat("commit")
                 # Each attempt looks again: another may claim during a pause.
                 fencing.check_may_commit(self._backend, claim, record.needs)
                 sent = True
@@ -209,7 +211,7 @@ class Writer:
             # An attempt that arrived although its answer was lost makes the next one fail, and `_give_up` finds it.
             return self._committed(self._patience.run(attempt), team)
         except Exception as error:  # whatever went wrong, the attempt must be given up
-            team.fail(error, is_excused=self._patience.outage.excuses(error))
+            team.give_up(error, is_excused=self._patience.outage.excuses(error))
             left = ""
             if version and claim and sent:
                 landed = self._give_up(claim, version, nonce, plan.previous)
@@ -217,10 +219,10 @@ class Writer:
                     return self._committed(landed, team)
                 left = landed
             # The others wait for this, and what is removed may be much.
-            team.round.conclude(error_document(self._failure(error, plan.step, version, left, team)))
+            team.conclude(error_document(self._failure(error, plan.step, version, left, team)))
             if version and not left:
                 left = remove_attempt(self._backend, self._workers, version)
-            if StorageFullError.__name__ in (type(error).__name__, team.round.failure[0]):
+            if StorageFullError.__name__ in (type(error).__name__, team.failure[0]):
                 advice = self._room_advice(self._direct)  # also where another rank met it
                 left += advice and f". {advice}"
             failure = self._failure(error, plan.step, version, left, team)
@@ -233,8 +235,8 @@ class Writer:
         version = None
         try:
             try:
-                team.round.beat("claim")
-                announced = team.round.announced()
+                team.beat("claim")
+                announced = team.announced()
                 version = str(announced["version"])
                 check_planned(plan, announced["plan"], team.rank)
                 self._check_shared(version)
@@ -243,10 +245,10 @@ class Writer:
                 self._check_shared(version, again=True)
             finally:
                 rows_done()
-            team.round.vote(staged.to_vote())
+            team.vote(staged.to_vote())
         except Exception as error:
             # Nothing is committed without this rank's vote.
-            team.fail(error, is_excused=self._patience.outage.excuses(error))
+            team.give_up(error, is_excused=self._patience.outage.excuses(error))
             failure = self._failure(error, plan.step, version, "", team)
             if failure is error:
                 raise
@@ -254,7 +256,7 @@ class Writer:
         return read_outcome(self._backend, self._direct, version, announced["nonce"], plan, staged, team)
 
     def _stage(self, version: str, plan: Plan, rows_done: Callable[[], None], team: Team) -> Staged:
-        team.round.beat("encode")
+        team.beat("encode")
         began = time.perf_counter()
         check_parents(plan.rows, self._direct, plan.step)
         with Transfer(self._workers, 2 * self._workers) as transfer:
@@ -269,7 +271,7 @@ class Writer:
     ) -> CheckpointError:
         """What the caller is told of a save that failed."""
         named = f" as version {version}" if version else ""
-        return team.failure(
+        return team.told(
             error,
             lambda cause: (
                 f"step {step} was not saved{named} to {self._backend.url}: {cause}. "
@@ -293,7 +295,7 @@ class Writer:
         )
 
     def _committed(self, record: Record, team: Team) -> Record:
-        team.round.conclude(commit_document(record))
+        team.conclude(commit_document(record))
         self._backend.hold_reserve()  # a failed save may have used it up
         self._seen = self._seen.including(record.id)
         self.remember()

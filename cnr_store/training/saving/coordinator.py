@@ -138,7 +138,7 @@ class Coordinator:
         try:
             self._settle(ready.snapshot, agreed)
         except BaseException as error:
-            team.fail(error)
+            team.give_up(error)
             if not isinstance(error, CheckpointError):  # those are raised on all ranks
                 self._group.break_off()
             raise

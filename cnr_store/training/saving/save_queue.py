@@ -122,11 +122,11 @@ class SaveQueue:
     def refuse(self, error: BaseException) -> None:
         """Let the next save fail, which other ranks may have begun and this one, interrupted, has not."""
         self._number += 1
-        Team(self._group, self._number).fail(error)
+        Team(self._group, self._number).give_up(error)
 
     def progress(self) -> int:
         """A number that moves while a save is being written, here or on the ranks that this one waits for."""
-        return self.writer.operations + sum(team.round.beats for team in self._teams)
+        return self.writer.operations + sum(team.beats for team in self._teams)
 
     def start(
         self,
@@ -163,7 +163,7 @@ class SaveQueue:
                 pending.rows_taken.wait()
         except BaseException as error:
             pending.result_taken = True  # the caller gets this error
-            team.fail(error)
+            team.give_up(error)
             if pending.future.cancel():  # it has not begun, and never will
                 self.tracker.restore(snapshot.dirty)
                 self._pending = None
@@ -174,7 +174,7 @@ class SaveQueue:
                 self._patience.may_hold = False
                 pending.rows_taken.wait()
             if isinstance(error, RanksError):  # the connection broke because another rank failed
-                raise team.failure(error, lambda cause: f"{fails}: {cause}") from error
+                raise team.told(error, lambda cause: f"{fails}: {cause}") from error
             if isinstance(error, RuntimeError) and not isinstance(error, CheckpointError):
                 raise ClosedError(f"{fails}: {error}") from error
             raise
@@ -243,7 +243,7 @@ class SaveQueue:
                 pending.settle(error)
         else:
             try:
-                if team.leads:
+                if team.rank == 0:
                     # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
                     self._callbacks.on_commit(record, self.writer.removable)
                     assert pending.stats is not None

@@ -17,6 +17,7 @@ from cnr_codecs import LosslessRows
 from cnr_store.writing.patience import Patience, PatientBackend
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.stage import stage
+from cnr_store.writing.team import Team
 
 VERSION, ROWS, TABLES = "000001-00000000.00000001", 300, 6
 
@@ -73,7 +74,7 @@ def plan(*, is_live: bool = False, fails: bool = False) -> Plan:
 def put(backend: Noting, what: Plan, workers: int = 1) -> None:
     patient = PatientBackend(backend, Patience(retry_seconds=10, sleep=lambda seconds: None))
     with Transfer(workers, 2 * workers) as transfer:
-        stage(patient, VERSION, what, transfer)
+        stage(patient, VERSION, what, transfer, Team.alone())
 
 
 def objects(folder: Path) -> set[str]:
