@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,11 +67,17 @@ class RowCodes:
     rows: RowIds | None = None  # (n,): where the rows lie in `parent`; None for all of them
     digests: Digests | None = None  # (n,): digests that rows without codes get; 0 of others
     noted: Mask | None = None  # (n,): whose codes are in `made`
+    # What is known of the array once the write is committed: the version whose rows stay beneath those written, the
+    # rows held, and the configuration of the codec
+    over: str | None = None
+    first_row: int = 0
+    shape: tuple[int, int] = (0, 0)
+    codec: Mapping[str, Any] = field(default_factory=dict)
+    is_gridded: bool = False
 
     def known(self, begin: int, end: int) -> tuple[RowIds, Codes]:
         """Which of the rows at positions `begin` to `end` of the write have known parents, and their parents' codes."""
-        assert self.parent is not None
-        codes = self.parent[begin:end] if self.rows is None else self.parent[self.rows[begin:end]]
+        codes = self._parents(begin, (end - begin, 1))
         found = np.flatnonzero(_are_known(codes))
         return found + begin, codes[found]
 
@@ -138,33 +144,17 @@ class RowCodes:
 
     def _note_codes(self, begin: int, values: Array, codes: Codes, coded: Mask, absent: Mask | None) -> None:
         """Note the codes of rows, and digests of those without, but of the rows whose values are `absent`."""
-        if self.made is None:
-            if self.digests is not None:
-                part = self.digests[begin : begin + len(codes)]
-                part[coded] = row_digests(codes[coded].astype(np.int16, copy=False), KEY)
-                others = ~coded if absent is None else ~(coded | absent)
-                part[others] = row_digests(values[others], KEY)
-            return
-        fits = coded & (np.abs(codes) <= np.iinfo(self.made.dtype).max).all(axis=1)
-        self.made[begin : begin + len(codes)][fits] = codes[fits]
-        if self.noted is not None:
-            self.noted[begin : begin + len(codes)][fits] = True
+        own, fits = slice(begin, begin + len(codes)), coded
+        if self.made is not None:
+            fits = coded & (np.abs(codes) <= np.iinfo(self.made.dtype).max).all(axis=1)
+            self.made[own][fits] = codes[fits]
+            if self.noted is not None:
+                self.noted[own][fits] = True
+        elif self.digests is not None:
+            self.digests[own][coded] = row_digests(codes[coded].astype(np.int16, copy=False), KEY)
         others = ~fits if absent is None else ~(fits | absent)
         if self.digests is not None and others.any():
-            self.digests[begin : begin + len(codes)][others] = row_digests(values[others], KEY)
-
-
-@dataclass(frozen=True, eq=False)
-class _Write:
-    """What a save writes of an array."""
-
-    codes: RowCodes
-    over: str | None  # the version whose rows stay beneath those written
-    rows: RowIds | None
-    first_row: int
-    shape: tuple[int, int]
-    codec: Mapping[str, Any]
-    is_gridded: bool
+            self.digests[own][others] = row_digests(values[others], KEY)
 
 
 @dataclass(eq=False)
@@ -183,14 +173,6 @@ class Known:
     digests: Digests | None  # (rows,); 0 where nothing is known
     codec: Mapping[str, Any]
     of_whole: bool = False  # of what is read: whether it is the whole version beneath deltas
-
-    def fits(self, version: str | None, first_row: int, shape: tuple[int, int]) -> bool:
-        """Whether it is of such rows in that version."""
-        return version is not None and (self.version, self.first_row, self.shape) == (
-            version,
-            first_row,
-            shape,
-        )
 
     def part(self, first_row: int, shape: tuple[int, int]) -> Known | None:
         """What is known of some of these rows; None if they are not among them."""
@@ -259,7 +241,7 @@ class CodeCache:
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
         self._known: dict[str, Known] = {}
-        self._writes: dict[str, _Write] = {}
+        self._writes: dict[str, RowCodes] = {}
         self._free_bytes, self._room = free_bytes, -1  # of memory that codes may take; not asked for yet
         self._has_codes: dict[str, bool] = {}
 
@@ -376,9 +358,8 @@ class CodeCache:
             noted = np.zeros(count, np.bool_)
         if is_kept and is_compared:
             digests = np.zeros(count, np.uint64)
-        codes = RowCodes(made, parent, rows, digests, noted)
-        config = codec.get_config()
-        self._writes[path] = _Write(codes, over, rows, first_row, shape, config, own is not None)
+        place = over, first_row, shape, codec.get_config(), own is not None
+        codes = self._writes[path] = RowCodes(made, parent, rows, digests, noted, *place)
         return codes
 
     def commit(self, version: str, grids: Mapping[str, Grid | None]) -> None:
@@ -388,7 +369,7 @@ class CodeCache:
         `grids`: by path of an array of which rows were written: their grid, None if they have none in common.
         """
         for path, write in self._writes.items():
-            made, digests = write.codes.all_made(), write.codes.known_digests
+            made, digests = write.all_made(), write.known_digests
             if path not in grids or (made is None and digests is None):
                 continue
             grid = grids[path] if write.is_gridded else None
@@ -400,13 +381,17 @@ class CodeCache:
             else:
                 self._put(path, write, version, grid)
 
-    def _put(self, path: str, write: _Write, version: str, grid: Grid | None) -> None:
+    def _put(self, path: str, write: RowCodes, version: str, grid: Grid | None) -> None:
         """Put what was noted of some rows over what is known of all of them in the version before."""
-        made, digests, known = write.codes.made, write.codes.known_digests, self._known.get(path)
-        is_alike = (
-            known is not None and is_same_grid(known.grid, grid) and (known.codes is None) == (made is None)
-        )
-        if known is None or not is_alike or not known.fits(write.over, write.first_row, write.shape):
+        made, digests, known = write.made, write.known_digests, self._known.get(path)
+        place = write.over, write.first_row, write.shape
+        if (
+            known is None
+            or not is_same_grid(known.grid, grid)
+            or (known.codes is None) != (made is None)
+            or known.version is None
+            or (known.version, known.first_row, known.shape) != place
+        ):
             blank = None if made is None else _unknown(write.shape, made.dtype)
             own = None, grid, write.first_row, write.shape, blank, None, write.codec
             known = self._known[path] = Known(*own)

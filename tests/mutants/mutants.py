@@ -566,8 +566,8 @@ MUTANTS = [
     Mutant(
         "rows are relative to what their base has, no other version",
         "cnr_store/writing/row_codes.py",
-        "return version is not None and (self.version, ",
-        "return version is not None and (version, ",
+        "or (known.version, known.first_row, known.shape) != place",
+        "or (known.first_row, known.shape) != place[1:]",
         f"{STORE}/chains/test_relative.py",
     ),
     Mutant(
