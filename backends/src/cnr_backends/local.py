@@ -250,7 +250,7 @@ class LocalBackend(Backend):
 
     def _make_folder(self, folder: Path) -> list[Path]:
         """Make `folder` and its parents. Return those that may not be durable yet, the folder first."""
-        root = Path(os.path.realpath(self.root))
+        root = Path(self._inside)
         unsynced: list[Path] = []
         while folder not in self._synced:
             # Another process may have made a folder a moment ago, and not have synced it yet; not those above the root.
