@@ -578,6 +578,20 @@ MUTANTS = [
         f"{STORE}/chains/test_relative.py",
     ),
     Mutant(
+        "rows whose codes nobody noted are unknown",
+        "cnr_store/writing/row_codes.py",
+        "self.made[~self.noted, 0] = unknown_code(self.made.dtype)",
+        "self.made[~self.noted, 0] = 0",
+        f"{STORE}/writing/test_row_counts.py",
+    ),
+    Mutant(
+        "rows are compared where the grid has moved to",
+        "codecs/src/cnr_codecs/comparing.py",
+        "kinds = np.float32(grid.scale), MANTISSA_BITS",
+        "kinds = np.float32(1), MANTISSA_BITS",
+        "tests/test_codecs/lattice/test_moved.py",
+    ),
+    Mutant(
         "what a failed save saw tells no later one where grids move",
         "cnr_store/training/saving/decays.py",
         "compared, self._noted = snapshot.compared, {}",
