@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,27 @@ class RowCodec(Protocol):
             An argument is not as above, or the codec doesn't store the element type.
         """
         ...
+
+
+class NamedCodec:
+    """What the row codecs of this package share: a name, and options."""
+
+    _name: ClassVar[str]
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration that `row_codec` takes, without options that have their default."""
+        return {"id": f"cnr_{self._name}", **self._options(), **self._own_options()}
+
+    def zarr_codec(self) -> dict[str, Any]:
+        """Return the entry of a Zarr v3 array's `codecs`."""
+        return {"name": f"cnr.{self._name}", "configuration": self._options()}
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+    def _own_options(self) -> dict[str, Any]:
+        """Options that the codec of a Zarr array does not have."""
+        return {}
 
 
 @runtime_checkable

@@ -15,13 +15,8 @@ from cnr_codecs.rows import LosslessRows
 from cnr_codecs.uniform.uniform import UniformRows
 
 _Codec = UniformRows | KMeansRows | LatticeRows | FloatingRows | LosslessRows
-_CODECS: dict[str, type[_Codec]] = {
-    "cnr_uniform": UniformRows,
-    "cnr_kmeans": KMeansRows,
-    "cnr_lattice": LatticeRows,
-    "cnr_floating": FloatingRows,
-    "cnr_rows": LosslessRows,
-}
+_KINDS: tuple[type[_Codec], ...] = (UniformRows, KMeansRows, LatticeRows, FloatingRows, LosslessRows)
+_CODECS = {f"cnr_{kind._name}": kind for kind in _KINDS}
 
 
 def row_codec(config: str | Mapping[str, Any] | RowCodec) -> RowCodec:

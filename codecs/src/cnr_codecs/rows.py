@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,20 +12,14 @@ from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import RowsError
 from cnr_codecs.payload.payload import MAX_U32, ParameterType, Scheme, Segment, build
 from cnr_codecs.payload.rowset import RowSet
-from cnr_codecs.protocol import Offsets, Rows
+from cnr_codecs.protocol import NamedCodec, Offsets, Rows
 
 
 @dataclass(frozen=True)
-class LosslessRows:
+class LosslessRows(NamedCodec):
     """Stores every row bit for bit, for every element type."""
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the configuration that `row_codec` takes."""
-        return {"id": "cnr_rows"}
-
-    def zarr_codec(self) -> dict[str, Any]:
-        """Return the entry of a Zarr v3 array's `codecs`."""
-        return {"name": "cnr.rows", "configuration": {}}
+    _name: ClassVar[str] = "rows"
 
     def bytes_per_row(self, dim: int, element: str) -> float:
         """Return the encoded bytes of a row of `dim` values, without its share of the row set."""

@@ -8,7 +8,7 @@ values when it is encoded with other rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from cnr_codecs.payload.payload import (
     row_bytes,
 )
 from cnr_codecs.payload.rowset import RowSet
-from cnr_codecs.protocol import Offsets, Rows
+from cnr_codecs.protocol import NamedCodec, Offsets, Rows
 from cnr_codecs.rows import check_rows, raw_segment
 from cnr_codecs.uniform.uniform import row_extremes
 
@@ -39,7 +39,7 @@ Order = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class KMeansRows:
+class KMeansRows(NamedCodec):
     """Quantizes each value to the nearest centroid of its row's codebook.
 
     Parameters
@@ -62,6 +62,8 @@ class KMeansRows:
     CodecConfigError
         An option is unknown or out of range.
     """
+
+    _name: ClassVar[str] = "kmeans"
 
     bits: int = 4
     group: GroupName = "row"
@@ -93,14 +95,6 @@ class KMeansRows:
         # The default is removed, so that codecs that do the same are equal and have the same configuration.
         if self.block_rows == DEFAULT_BLOCK_ROWS:
             object.__setattr__(self, "block_rows", None)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the configuration that `row_codec` takes, without options that have their default."""
-        return {"id": "cnr_kmeans", **self._options()}
-
-    def zarr_codec(self) -> dict[str, Any]:
-        """Return the entry of a Zarr v3 array's `codecs`."""
-        return {"name": "cnr.kmeans", "configuration": self._options()}
 
     def bytes_per_row(self, dim: int, element: str) -> float:
         """Return the encoded bytes of a row of `dim` values with a float16 codebook, as most rows have.

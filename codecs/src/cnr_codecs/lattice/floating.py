@@ -6,22 +6,20 @@ A value's code depends on that value alone. The bytes of a row depend on the row
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from cnr_codecs.elements import Element, element_named
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.lattice import quantize_floating, scale_floats
-from cnr_codecs.lattice.segments import Encoded, Mask, encode_segments, nothing_known
+from cnr_codecs.lattice.segments import GridRows, Mask
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_CODE,
     MAX_MANTISSA,
     MAX_SHIFT,
-    NARROW_DIM,
     Codes,
     Grid,
     code_range,
@@ -29,8 +27,7 @@ from cnr_codecs.payload.coded import (
     has_floating_codes,
     valid_move,
 )
-from cnr_codecs.protocol import Offsets, Rows
-from cnr_codecs.rows import check_rows
+from cnr_codecs.protocol import Rows
 
 DEFAULT_MANTISSA_BITS = 3
 MANTISSAS = frozenset({*range(1, MAX_MANTISSA + 1), MANTISSA_BITS})
@@ -41,7 +38,7 @@ _MANTISSA_BITS_64, _BIAS_64 = 52, 1023 - 127
 
 
 @dataclass(frozen=True)
-class FloatingRows:
+class FloatingRows(GridRows):
     """Stores each value with fewer bits of its mantissa, rounded to nearest, or with all, and compresses these bits.
 
     Each value keeps its sign and is off by at most a share of 2**-(mantissa_bits + 1) of its magnitude: so quotients by
@@ -68,6 +65,8 @@ class FloatingRows:
         An option is out of range.
     """
 
+    _name: ClassVar[str] = "floating"
+
     mantissa_bits: int = DEFAULT_MANTISSA_BITS
     relative: bool = False
     scale: float = 1.0
@@ -92,67 +91,39 @@ class FloatingRows:
         """The grid of its codes."""
         return Grid(0.0, self.mantissa_bits, self.scale, self.shift)
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the configuration that `row_codec` takes."""
-        relative = {"relative": True} if self.relative else {}
-        moved = {"scale": self.scale, "shift": self.shift} if self.grid.is_moved else {}
-        return {"id": "cnr_floating", "mantissa_bits": self.mantissa_bits, **relative, **moved}
-
-    def zarr_codec(self) -> dict[str, Any]:
-        """Return the entry of a Zarr v3 array's `codecs`, which has no relative rows."""
-        return {"name": "cnr.floating", "configuration": {"mantissa_bits": self.mantissa_bits}}
-
     def bytes_per_row(self, dim: int, element: str) -> float:
         """Return the encoded bytes of a row of `dim` values, as an estimate. Its share of the row set is left out."""
-        kind = _floating_element(element, self.mantissa_bits)
+        kind = self._element(element)
         return min(dim * (self.mantissa_bits + _OTHER_BITS) / 8, float(dim * kind.stored.itemsize))
 
-    def encode_rows(
-        self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
-    ) -> bytes:
-        """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
-        none = nothing_known(values)
-        return self.encode_over(values, offsets, rows, *none, element=element, seal=seal).payload
+    def _options(self) -> dict[str, Any]:
+        return {"mantissa_bits": self.mantissa_bits}
 
-    def encode_over(
-        self,
-        values: Rows,
-        offsets: Offsets | None,
-        rows: int,
-        parent: npt.NDArray[np.signedinteger[Any]],
-        known: Mask,
-        *,
-        element: str,
-        seal: int = 0,
-        quantized: tuple[Codes, Mask] | None = None,
-    ) -> Encoded:
-        """Return the payload of a chunk whose rows are relative to older ones; see `LatticeRows.encode_over`.
+    def _own_options(self) -> dict[str, Any]:
+        moved = {"scale": self.scale, "shift": self.shift} if self.grid.is_moved else {}
+        return super()._own_options() | moved
 
-        Rows whose codes differ more from the older ones than among themselves are not relative: as differences they
-        would take more bytes.
+    def _element(self, name: str) -> Element:
+        kind = element_named(name)
+        if not has_floating_codes(kind, self.mantissa_bits):
+            if name == "float64":
+                raise RowsError(
+                    f"{self.mantissa_bits} bits of mantissa are not all of float64; cnr_rows stores such rows bit for "
+                    "bit"
+                )
+            raise RowsError(f"{name} rows can't be quantized; cast them to float32, or use cnr_rows")
+        if self.grid.is_moved and name != "float32":
+            raise RowsError(f"{name} rows have no codes on a grid that has moved; only float32 rows do")
+        return kind
 
-        Parameters
-        ----------
-        values, offsets, rows, parent, known, element, seal, quantized
-            As there. The codes of parents are those of the same grid. Those of 23 bits are int32.
+    def _grid_of(self, values: Rows, is_known: bool) -> Grid:
+        return self.grid
 
-        Raises
-        ------
-        RowsError
-            An argument is not as there.
-        """
-        kind = _floating_element(element, self.mantissa_bits)
-        _, values, offsets = check_rows(values, offsets, rows, kind.name)
-        if self.grid.is_moved and kind.name != "float32":
-            raise RowsError(f"{kind.name} rows have no codes on a grid that has moved; only float32 rows do")
-        held, raw = quantized or floating_codes(values, self.grid, kind.name)
-        near, grid = known & ~raw, self.grid
-        if grid.is_centered and near.any() and parent.shape == values.shape:
-            near[near] = _are_near(held[near[~raw]], parent[near])
-        return encode_segments(values, offsets, rows, parent, near, held, raw, kind, grid, seal)
+    def _codes(self, values: Rows, grid: Grid, element: Element) -> tuple[Codes, Mask]:
+        return floating_codes(values, grid, element.name)
 
 
-def floating_codes(values: Rows, grid: Grid, element: str) -> tuple[Codes, npt.NDArray[np.bool_]]:
+def floating_codes(values: Rows, grid: Grid, element: str) -> tuple[Codes, Mask]:
     """Return the codes (m, dim) of the rows that have any, and which rows, bool (n,), have none.
 
     `payload.coded.grid_values` is the inverse.
@@ -196,25 +167,3 @@ def _exact_codes(values: Rows, element: str) -> tuple[Codes, Mask]:
         raw[np.isnan(values).any(axis=1)] = True
         values = values[~raw]
     return exact_codes(np.ascontiguousarray(values, np.float32).view(np.int32)), raw
-
-
-def _are_near(codes: Codes, parent: npt.NDArray[np.signedinteger[Any]]) -> Mask:
-    """Return which rows differ from their parents by less than from the centers that they are else coded from."""
-    sizes, counts = np.abs(codes.astype(np.int32)), np.count_nonzero(codes, axis=1, keepdims=True)
-    totals = sizes.sum(axis=1, keepdims=True)
-    if codes.shape[1] <= NARROW_DIM:  # several rows have one center
-        totals, counts = totals.sum(keepdims=True), counts.sum(keepdims=True)
-    apart = np.where(codes, np.abs(sizes - totals / np.maximum(counts, 1)), 0).sum(axis=1)
-    near: Mask = np.abs(codes.astype(np.int32) - parent).sum(axis=1) <= apart
-    return near
-
-
-def _floating_element(name: str, mantissa: int) -> Element:
-    kind = element_named(name)
-    if not has_floating_codes(kind, mantissa):
-        if kind.name == "float64":
-            raise RowsError(
-                f"{mantissa} bits of mantissa are not all of float64; cnr_rows stores such rows bit for bit"
-            )
-        raise RowsError(f"{name} rows can't be quantized; cast them to float32, or use cnr_rows")
-    return kind

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from cnr_codecs.elements import Element, quantizable_element
+from cnr_codecs.elements import Element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels.building.compiled import read_only
 from cnr_codecs.kernels.lattice import quantize
-from cnr_codecs.lattice.segments import Encoded, Mask, encode_segments, nothing_known
+from cnr_codecs.lattice.segments import GridRows, Mask
 from cnr_codecs.lattice.steps import lattice_step, median_scale, scale_counts
 from cnr_codecs.payload.coded import MAX_CODE, Codes, Grid
 from cnr_codecs.payload.validate import valid_step
-from cnr_codecs.protocol import Offsets, Rows
-from cnr_codecs.rows import check_rows
+from cnr_codecs.protocol import Rows
 
 DEFAULT_RMS_STEP = 0.35
 MIN_RMS_STEP, MAX_RMS_STEP = 1e-3, 16.0
@@ -34,7 +32,7 @@ _CLASSES_BITS = 0.4
 
 
 @dataclass(frozen=True)
-class LatticeRows:
+class LatticeRows(GridRows):
     """Stores each value as the nearest multiple of one step, and compresses the multiples.
 
     Parameters
@@ -55,6 +53,8 @@ class LatticeRows:
     CodecConfigError
         An option is out of range.
     """
+
+    _name: ClassVar[str] = "lattice"
 
     rms_step: float | None = None
     step: float | None = None
@@ -79,74 +79,15 @@ class LatticeRows:
                     "lattice_step rounds a number to one"
                 )
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the configuration that `row_codec` takes."""
-        relative = {"relative": True} if self.relative else {}
-        return {"id": "cnr_lattice", **self._options(), **relative}
-
-    def zarr_codec(self) -> dict[str, Any]:
-        """Return the entry of a Zarr v3 array's `codecs`, which has no relative rows."""
-        return {"name": "cnr.lattice", "configuration": self._options()}
-
     def bytes_per_row(self, dim: int, element: str) -> float:
         """Return the encoded bytes of a row of `dim` values that are distributed normally, as an estimate.
 
         The row's share of the row set is left out. Where only `step` is known, a value counts as a byte.
         """
-        kind = quantizable_element(element)
+        kind = self._element(element)
         entropy = math.log2(_NORMAL_WIDTH / self.rms_step) if self.rms_step else 8.0
         bits = max(entropy, 0.0) + _CLASSES_BITS
         return min(dim * bits / 8, float(dim * kind.stored.itemsize))
-
-    def encode_rows(
-        self, values: Rows, offsets: Offsets | None, rows: int, *, element: str, seal: int = 0
-    ) -> bytes:
-        """Return the payload of a chunk of `rows` rows that holds the given ones; see `RowCodec.encode_rows`."""
-        none = nothing_known(values)
-        return self.encode_over(values, offsets, rows, *none, element=element, seal=seal).payload
-
-    def encode_over(
-        self,
-        values: Rows,
-        offsets: Offsets | None,
-        rows: int,
-        parent: npt.NDArray[np.signedinteger[Any]],
-        known: Mask,
-        *,
-        element: str,
-        seal: int = 0,
-        quantized: tuple[Codes, Mask] | None = None,
-    ) -> Encoded:
-        """Return the payload of a chunk whose rows are relative to older ones, and what is known of these rows.
-
-        A row is stored as the difference of its codes and the older ones where these are known, else as `encode_rows`
-        does. Readers add it to the codes that the row has beneath the payload, which must be on the same step.
-
-        Parameters
-        ----------
-        values, offsets, rows, element, seal
-            As for `encode_rows`.
-        parent
-            (n, dim) integers: the codes that each row has beneath, of magnitudes up to 32,767.
-        known
-            bool (n,): which of these are known.
-        quantized
-            int16 (m, dim), bool (n,): the codes of the rows that have any and which have none, if they were computed
-            elsewhere. Only the values of the latter are looked at.
-
-        Raises
-        ------
-        RowsError
-            An argument is not as above, or codes are known and the codec has no `step`.
-        """
-        kind, values, offsets = check_rows(values, offsets, rows, quantizable_element(element).name)
-        if self.step is None and (quantized is not None or known.any()):
-            raise RowsError(
-                "rows can be relative, or have codes from elsewhere, on a known step only: give one by with_step"
-            )
-        step = self.step or self.step_of(median_scale(scale_counts(values)))
-        held, raw = quantized or lattice_codes(values, step, kind)
-        return encode_segments(values, offsets, rows, parent, known, held, raw, kind, Grid(step), seal)
 
     def with_step(self, step: float) -> LatticeRows:
         """Return the same codec with the step of a table.
@@ -174,6 +115,16 @@ class LatticeRows:
     def _options(self) -> dict[str, Any]:
         values = {"rms_step": self.rms_step, "step": self.step}
         return {name: value for name, value in values.items() if value is not None}
+
+    def _grid_of(self, values: Rows, is_known: bool) -> Grid:
+        if self.step is None and is_known:
+            raise RowsError(
+                "rows can be relative, or have codes from elsewhere, on a known step only: give one by with_step"
+            )
+        return Grid(self.step or self.step_of(median_scale(scale_counts(values))))
+
+    def _codes(self, values: Rows, grid: Grid, element: Element) -> tuple[Codes, Mask]:
+        return lattice_codes(values, grid.step, element)
 
 
 def lattice_codes(values: Rows, step: float, element: Element) -> tuple[Codes, Mask]:

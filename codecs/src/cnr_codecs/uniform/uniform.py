@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from cnr_codecs.payload.payload import (
     row_bytes,
 )
 from cnr_codecs.payload.rowset import RowSet
-from cnr_codecs.protocol import Offsets, Rows, encode_each
+from cnr_codecs.protocol import NamedCodec, Offsets, Rows, encode_each
 from cnr_codecs.rows import LosslessRows, check_offsets, check_values, raw_segment
 from cnr_codecs.uniform.quantized import QuantizedRows
 
@@ -54,7 +54,7 @@ def default_walk(bits: int) -> tuple[int, float]:
 
 
 @dataclass(frozen=True)
-class UniformRows:
+class UniformRows(NamedCodec):
     """Quantizes each row uniformly, with parameters of its own.
 
     Parameters
@@ -76,6 +76,8 @@ class UniformRows:
     CodecConfigError
         An option is unknown or out of range.
     """
+
+    _name: ClassVar[str] = "uniform"
 
     scheme: SchemeName = "adaptive"
     bits: int = 4
@@ -105,14 +107,6 @@ class UniformRows:
         # Defaults are filled in, so that codecs that do the same are equal and have the same configuration.
         object.__setattr__(self, "bins", bins)
         object.__setattr__(self, "ratio", float(ratio))
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the configuration that `row_codec` takes."""
-        return {"id": "cnr_uniform", **self._options()}
-
-    def zarr_codec(self) -> dict[str, Any]:
-        """Return the entry of a Zarr v3 array's `codecs`."""
-        return {"name": "cnr.uniform", "configuration": self._options()}
 
     def bytes_per_row(self, dim: int, element: str) -> float:
         """Return the encoded bytes of a row of `dim` values with float16 parameters, as nearly all rows have.
