@@ -17,6 +17,7 @@ import numpy as np
 from cnr_codecs import ParentError, Pending
 from cnr_codecs.payload.coded import Grid, grid_values
 from cnr_store.chains.allocation import Array
+from cnr_store.chains.link import PENDING
 from cnr_store.format.record import ArrayEntry
 
 _MAX_CODE, _UNKNOWN = 127, -128
@@ -81,7 +82,8 @@ class SeenTable:
         known = parents[:, 0] != _UNKNOWN
         rows, left, grid = rows[known], relative.copy(), Grid(self.step)
         try:
-            codes = pending.settle(parents[known].astype(np.int16), rows, grid)
+            codes, wanted = parents[known].astype(np.int16), np.where(relative, PENDING, 0).astype(np.uint8)
+            pending.settle(codes, rows.astype(np.uint32), wanted, 0, grid)
         except ParentError:
             return left
         left[rows] = False

@@ -538,7 +538,7 @@ MUTANTS = [
     Mutant(
         "differences of two grids are not added",
         f"{CODECS}/kernels/lattice.py",
-        "        elif grids[base + row] != grid:\n            return -1\n        else:",
+        "        elif grids[base + row] != grid:\n            return False\n        else:",
         "        else:",
         GRIDS,
     ),
@@ -552,8 +552,8 @@ MUTANTS = [
     Mutant(
         "a fold adds no differences to codes of another grid",
         f"{CODECS}/payload/pending.py",
-        "-1 if is_other else int(is_bad)",
-        "int(is_bad)",
+        "self._numbers.get(grid, -1)",
+        "self._numbers.get(grid, 0)",
         GRIDS,
     ),
     Mutant(

@@ -1,9 +1,10 @@
 """Decodes wanted rows of segments that are not quantized uniformly.
 
 `rows` are the chunk's rows of a block (uint32, increasing), in the order of `codes` (uint8, flat) and of the
-parameters. Row i is written to row `rows[i] - first_row` of the output, if that lies in `need` (uint8) and is marked
-there. The mark is then cleared. The output is `flat`, whose row r starts at r * stride. `chosen` and `places` (int64)
-are scratch memory for one row more than there are. Each function returns how many rows it wrote.
+parameters. `place` says where they go: `first_row`, `need`, `flat` and `stride`. Row i is written to row `rows[i] -
+first_row` of the output, if that lies in `need` (uint8) and is marked there. The mark is then cleared. The output is
+`flat`, whose row r starts at r * stride. `listed`, `chosen` and `places` (int64), is scratch memory for one row more
+than there are. Each function returns how many rows it wrote.
 
 The wanted rows are listed before any is decoded: a branch beside the decoding, taken at random, would cost several
 times the decoding.
@@ -57,25 +58,14 @@ def choose(
 
 @kernel
 def look_up(
-    codes: Any,
-    rows: Any,
-    table: Any,
-    books: Any,
-    bits: int,
-    dim: int,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-    chosen: Any,
-    places: Any,
-    unpacked: Any,
+    codes: Any, rows: Any, table: Any, books: Any, bits: int, dim: int, place: Any, listed: Any, unpacked: Any
 ) -> Any:
     """Write to `flat` the values of `table` (codebooks, 2**bits), of its dtype.
 
     `books` (uint32) numbers each row's codebook, and the row's codes number the values in it. `unpacked` is scratch
     memory for the codes of a row.
     """
+    (first_row, need, flat, stride), (chosen, places) = place, listed
     width = (dim * bits + 7) // 8
     count = np.uintp(choose(rows, _0, _0, rows.size, first_row, need, chosen, places))
     for k in range(count):
@@ -87,18 +77,9 @@ def look_up(
 
 
 @kernel
-def copy_raw(
-    codes: Any,
-    width: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-    chosen: Any,
-    places: Any,
-) -> Any:
+def copy_raw(codes: Any, width: int, rows: Any, place: Any, listed: Any) -> Any:
     """Write raw values, of `width` bytes a row, to `flat` (uint8, with `stride` in bytes)."""
+    (first_row, need, flat, stride), (chosen, places) = place, listed
     count = np.uintp(choose(rows, _0, _0, rows.size, first_row, need, chosen, places))
     for k in range(count):
         source, to = np.uintp(chosen[k]) * np.uintp(width), np.uintp(places[k]) * np.uintp(stride)
@@ -108,18 +89,9 @@ def copy_raw(
 
 
 @kernel
-def widen_bfloat16(
-    codes: Any,
-    width: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-    chosen: Any,
-    places: Any,
-) -> Any:
+def widen_bfloat16(codes: Any, width: int, rows: Any, place: Any, listed: Any) -> Any:
     """Write raw bfloat16 values, of `width` bytes a row, to `flat` (uint32: the bits of float32)."""
+    (first_row, need, flat, stride), (chosen, places) = place, listed
     dim = np.uintp(width // 2)
     count = np.uintp(choose(rows, _0, _0, rows.size, first_row, need, chosen, places))
     for k in range(count):

@@ -1,11 +1,10 @@
 """Decodes wanted rows of uniformly quantized segments, block by block.
 
-`packed`, uint8 and flat, has the codes of a segment's `count` rows. Its parameters, (2, count) or (1, count), are in
-`halves` (uint16: the bits of float16) or in `floats` (float32); the other array is (0, 0). The segment's rows `start`
-to `stop` are decoded. `rows` (uint32) has their rows of the chunk; if it is empty, row i is the chunk's row i. A row is
-written to row `row - first_row` of the output, if that lies within `need` (uint8) and is marked there. The mark is
-then cleared. The output is `flat`, whose row r starts at r * stride. `scratch` is that of `scratch_for`. Each function
-returns how many rows it wrote.
+What is `stored` of a segment: `packed`, uint8 and flat, the codes of its `count` rows; its parameters, (2, count) or
+(1, count), in `halves` (uint16: the bits of float16) or in `floats` (float32), of which the other is (0, 0); `bits`,
+`dim`, and `apart` of `kernels.pack`. The `part` of it that is decoded: rows `start` to `stop`, and `rows` (uint32),
+their rows of the chunk; if that is empty, row i is the chunk's row i. `place` is as in `kernels.decode`. `scratch` is
+that of `scratch_for`. Each function returns how many rows it wrote.
 
 Loops over columns use unsigned indices: numba then handles no negative ones, and the compiler makes vectors of them.
 """
@@ -178,24 +177,10 @@ def decode_all(packed: Any, halves: Any, bits: int, dim: int, apart: int, flat: 
 
 
 @kernel
-def decode_float32(
-    packed: Any,
-    halves: Any,
-    floats: Any,
-    bits: int,
-    dim: int,
-    apart: int,
-    start: int,
-    stop: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-    to_bfloat16: bool,
-    scratch: Any,
-) -> int:
+def decode_float32(stored: Any, part: Any, place: Any, to_bfloat16: bool, scratch: Any) -> int:
     """Write rows to `flat` (float32), rounded to bfloat16 if `to_bfloat16`."""
+    packed, halves, floats, bits, dim, apart = stored
+    (start, stop, rows), (first_row, need, flat, stride) = part, place
     codes, read, scale, offset, chosen, places = scratch
     width, written = (dim * bits + 7) // 8, 0
     for first in range(start, stop, scale.size):
@@ -223,25 +208,10 @@ def decode_float32(
 
 
 @kernel
-def decode_float16(
-    packed: Any,
-    halves: Any,
-    floats: Any,
-    bits: int,
-    dim: int,
-    apart: int,
-    start: int,
-    stop: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    flat: Any,
-    stride: int,
-    scratch: Any,
-    wide: Any,
-    numbers: Any,
-) -> int:
+def decode_float16(stored: Any, part: Any, place: Any, scratch: Any, wide: Any, numbers: Any) -> int:
     """Write rows to `flat` (uint16: the bits of float16). `numbers` are 0 to the most rows of a block, less 1."""
+    packed, halves, floats, bits, dim, apart = stored
+    (start, stop, rows), (first_row, need, flat, stride) = part, place
     codes, read, scale, offset, chosen, places = scratch
     width, written = (dim * bits + 7) // 8, 0
     for first in range(start, stop, scale.size):

@@ -70,13 +70,10 @@ def count_magnitudes(values: Any, drop: int, counts: Any) -> None:
 
 
 @kernel
-def place_rows(
-    codes: Any, dim: int, grid: Any, rows: Any, first_row: int, need: Any, flat: Any, stride: int
-) -> int:
+def place_rows(codes: Any, dim: int, grid: Any, rows: Any, place: Any) -> int:
     """Write the wanted ones of `rows` (uint32) to `flat` (float32), clear their marks, and return their number.
 
-    Row i of `rows` has the codes from i * `dim` on, and is row `rows[i] - first_row` of the output, which `need`
-    (uint8) marks if it is wanted, and which begins at that many times `stride`. Others lie outside of it.
+    Row i of `rows` has the codes from i * `dim` on. `place` is as in `kernels.decode`.
 
     `grid`: step, shift, scale, what codes are raised by, the lowest magnitude. A value is its code times the step. If
     that is 0, its bits are the code's magnitude, shifted by so many bits, and sign; negative codes that are exact,
@@ -84,16 +81,16 @@ def place_rows(
     lessened by as much, and what their bits stand for is divided by the scale; one below the lowest that was not 0
     stands for the least normal number.
     """
-    step, shift, scale, raised, lowest = grid
+    (step, shift, scale, raised, lowest), (first_row, need, flat, stride) = grid, place
     is_still = scale == 1 and raised == 0
     written, width, narrow = 0, np.uintp(dim), np.int64(codes.itemsize == 2)  # a constant of the compiler's
     for i in range(rows.size):
-        place = np.int64(rows[i]) - first_row
-        if place < 0 or place >= need.size or need[place] == 0:
+        row = np.int64(rows[i]) - first_row
+        if row < 0 or row >= need.size or need[row] == 0:
             continue
-        need[place] = 0
+        need[row] = 0
         written += 1
-        source, to = np.uintp(i * dim), np.uintp(place * stride)
+        source, to = np.uintp(i * dim), np.uintp(row * stride)
         if step > 0:
             for j in range(width):
                 flat[to + j] = step * np.float32(codes[source + j])
@@ -223,26 +220,15 @@ def restore_lines(rests: Any, line: int, shift: int, centers: Any, least: int, m
 
 
 @kernel
-def add_rows(
-    codes: Any,
-    dim: int,
-    grid: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    sums: Any,
-    place: int,
-    stride: int,
-    grids: Any,
-    base: int,
-) -> int:
-    """Add the differences of the wanted ones of `rows` (uint32) to their sums, and return the number of rows added.
+def add_rows(codes: Any, dim: int, grid: int, rows: Any, first_row: int, need: Any, kept: Any) -> bool:
+    """Add the differences of the wanted ones of `rows` (uint32) to their sums. Whether no sum has another grid.
 
-    Return -1 if a sum has another grid. `rows` and `need` are as for `place_rows`; marks of 1 become 2, which
-    says that there is a sum. Row i of the output has the sum (int32) from `place` + i * `stride` on, and the number
-    `grids[base + i]` (uint8) of its grid.
+    `first_row` and `need` are as in `kernels.decode`; marks of 1 become 2, which says that there is a sum. What is
+    `kept`: `sums`, `place`, `stride`, `grids` and `base`. Row i of the output has the sum (int32) from `place` + i *
+    `stride` on, and the number `grids[base + i]` (uint8) of its grid.
     """
-    added, width = 0, np.uintp(dim)
+    sums, place, stride, grids, base = kept
+    width = np.uintp(dim)
     for i in range(rows.size):
         if i + _AHEAD < rows.size:
             to = np.uintp(place + (np.int64(rows[i + _AHEAD]) - first_row) * stride)
@@ -258,35 +244,23 @@ def add_rows(
             for j in range(width):
                 sums[to + j] = codes[source + j]
         elif grids[base + row] != grid:
-            return -1
+            return False
         else:
             for j in range(width):
                 sums[to + j] += codes[source + j]
-        added += 1
-    return added
+    return True
 
 
 @kernel
 def settle_rows(
-    codes: Any,
-    dim: int,
-    grid: int,
-    rows: Any,
-    first_row: int,
-    need: Any,
-    sums: Any,
-    place: int,
-    stride: int,
-    grids: Any,
-    base: int,
-    least: int,
-    most: int,
+    codes: Any, dim: int, grid: int, rows: Any, first_row: int, need: Any, kept: Any, limits: Any
 ) -> Any:
     """Add codes to the sums of those of `rows` that have any, and the sums to these codes.
 
-    Return 0; 1 if the magnitude of a sum is neither 0 nor from `least` to `most`; -1 if a sum has another grid. The
-    other arguments are as for `add_rows`.
+    Return 0; 1 if the magnitude of a sum is neither 0 nor within `limits`, the least and the most; -1 if a sum has
+    another grid. The other arguments are as for `add_rows`.
     """
+    (sums, place, stride, grids, base), (least, most) = kept, limits
     width, bad = np.uintp(dim), False
     for i in range(rows.size):
         if i + _AHEAD < rows.size:

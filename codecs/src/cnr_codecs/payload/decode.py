@@ -139,13 +139,11 @@ def _copy(payload: Payload, segment: Segment, target: Target) -> int:
     written = 0
     for start, rows in target.held(segment.row_set):
         codes = segment.codes[start : start + len(rows)]
-        block = (codes.reshape(-1), codes.shape[1], rows, target.first_row, target.need)
+        block = codes.reshape(-1), codes.shape[1], rows
         if payload.element == "bfloat16":
-            flat = target.flat.view(np.uint32)
-            written += kernels.widen_bfloat16(*block, flat, target.stride, *_numbers(rows))
+            written += kernels.widen_bfloat16(*block, target.place(np.uint32), _numbers(rows))
         else:
-            flat, stride_bytes = target.flat.view(np.uint8), target.stride * target.flat.itemsize
-            written += kernels.copy_raw(*block, flat, stride_bytes, *_numbers(rows))
+            written += kernels.copy_raw(*block, target.place(np.uint8), _numbers(rows))
     return written
 
 
@@ -165,16 +163,14 @@ def _dequantize(payload: Payload, segment: Segment, target: Target) -> int:
     stored = (segment.codes.reshape(-1), halves, floats, bits, dim, codes_apart(dim, bits))
     scratch = scratch_for(dim, bits)
     written = 0
-    for start, stop, rows in _parts(segment, target):
-        place = (start, stop, rows, target.first_row, target.need)
+    for part in _parts(segment, target):
         if payload.element == "float16":
             numbers = np.arange(len(scratch[-1]))
             wide = np.empty(len(numbers) * dim, np.float32)
-            flat = target.flat.view(np.uint16)
-            written += decode_float16(*stored, *place, flat, target.stride, scratch, wide, numbers)
+            written += decode_float16(stored, part, target.place(np.uint16), scratch, wide, numbers)
         else:
             narrow = payload.element == "bfloat16"
-            written += decode_float32(*stored, *place, target.flat, target.stride, narrow, scratch)
+            written += decode_float32(stored, part, target.place(np.float32), narrow, scratch)
     return written
 
 
@@ -192,7 +188,7 @@ def _parts(segment: Segment, target: Target) -> Iterator[tuple[int, int, npt.NDA
 
 
 def _look_up(payload: Payload, segment: Segment, target: Target) -> int:
-    flat = target.flat.view(np.uint16) if payload.element == "float16" else target.flat
+    place = target.place(np.uint16 if payload.element == "float16" else np.float32)
     shared = _rounded(segment.parameters, payload.element) if segment.books is not None else None
     written = 0
     for start, rows in target.held(segment.row_set):
@@ -202,20 +198,9 @@ def _look_up(payload: Payload, segment: Segment, target: Target) -> int:
             books = np.arange(len(rows), dtype=np.uint32)
         else:
             table, books = shared, segment.books[start:stop]
-        written += kernels.look_up(
-            segment.codes[start:stop].reshape(-1),
-            rows,
-            table,
-            books,
-            segment.bits,
-            payload.dim,
-            target.first_row,
-            target.need,
-            flat,
-            target.stride,
-            *_numbers(rows),
-            np.empty(payload.dim + 8, np.uint8),
-        )
+        kinds = rows, table, books, segment.bits, payload.dim, place, _numbers(rows)
+        codes, unpacked = segment.codes[start:stop].reshape(-1), np.empty(payload.dim + 8, np.uint8)
+        written += kernels.look_up(codes, *kinds, unpacked)
     return written
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from cnr_codecs.errors import PayloadError
-from cnr_codecs.kernels.lattice import add_rows, place_rows, settle_rows
+from cnr_codecs.kernels.lattice import place_rows
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_CODE,
@@ -20,10 +19,7 @@ from cnr_codecs.payload.coded import (
     grid_values,
 )
 from cnr_codecs.payload.payload import Payload, Segment
-from cnr_codecs.payload.pending import Need, Pending, Target
-
-Codes = npt.NDArray[np.signedinteger[Any]]
-RowNumbers = npt.NDArray[np.uint32]
+from cnr_codecs.payload.pending import Integers, Need, Pending, RowNumbers, Target
 
 
 def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
@@ -31,18 +27,15 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
 
     Only blocks with wanted rows are decoded. The checksum of the codes is compared if all of them are.
     """
-    width, coded, pending = payload.dim, segment.coded_rows(), target.pending
+    coded = segment.coded_rows()
     written, check, is_whole = 0, begun(coded.grid, coded.lines), True
-    number = -1 if pending is None else pending.known_number(segment.grid)
     for codes, rows in _wanted(segment, coded, target.need, target.first_row, MAX_CODE):
         if codes is None:
             is_whole = False
             continue
         check = checksum(check, codes)
-        if pending is not None:
-            place = rows, target.first_row, target.need, *pending.place()
-            found = settle_rows(codes, width, number, *place, *segment.grid.code_range)
-            pending.check_settled(found, segment.grid)
+        if target.pending is not None:
+            target.pending.settle(codes, rows, target.need, target.first_row, segment.grid)
         written += _place(payload, segment, codes, rows, target)
     if is_whole:
         coded.prove(check)
@@ -55,15 +48,12 @@ def add_relative(payload: Payload, segment: Segment, need: Need, first_row: int,
     `need`, `first_row`: as for `decode_into`.
     """
     assert segment.coded is not None
-    grid = pending.number_of(segment.grid)
     if payload.dim != pending.sums.shape[1]:
         raise PayloadError("it has rows relative to older ones, and not all of their columns")
     pending.expect(segment, need, first_row)
     for codes, rows in _wanted(segment, segment.coded, need, first_row, MAX_DIFFERENCE):
-        if codes is None:
-            continue
-        if add_rows(codes, payload.dim, grid, rows, first_row, need, *pending.place()) < 0:
-            pending.check_settled(-1, segment.grid)
+        if codes is not None:
+            pending.add(codes, rows, need, first_row, segment.grid)
 
 
 def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:
@@ -78,7 +68,7 @@ def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:
 
 def _wanted(
     segment: Segment, coded: CodedRows, need: Need, first_row: int, most: int
-) -> Iterator[tuple[Codes | None, RowNumbers]]:
+) -> Iterator[tuple[Any, RowNumbers]]:
     """Yield the codes and the rows of each block; no codes where none of its rows is wanted.
 
     `most`: the greatest magnitude of a code.
@@ -96,14 +86,14 @@ def _wants(rows: RowNumbers, need: Need, first_row: int) -> bool:
     return bool(need[places[(places >= 0) & (places < len(need))]].any())
 
 
-def _place(payload: Payload, segment: Segment, codes: Codes, rows: RowNumbers, target: Target) -> int:
+def _place(payload: Payload, segment: Segment, codes: Integers, rows: RowNumbers, target: Target) -> int:
     """Write the wanted ones of the rows of a block."""
-    grid, place = segment.grid, (rows, target.first_row, target.need)
+    grid = segment.grid
     # Codes of up to 7 bits are exact in bfloat16 as well.
     if payload.element == "float32" or (payload.element == "bfloat16" and grid.is_centered):
         step, scale = np.float32(grid.step), np.float32(grid.scale)
         kind = step, MANTISSA_BITS - grid.mantissa, scale, grid.raised, grid.lowest
-        return int(place_rows(codes, payload.dim, kind, *place, target.flat, target.stride))
+        return int(place_rows(codes, payload.dim, kind, rows, target.place(np.float32)))
     places = rows.astype(np.int64) - target.first_row
     chosen = np.flatnonzero((places >= 0) & (places < len(target.need)))
     chosen = chosen[target.need[places[chosen]] != 0]

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import RowsError
-from cnr_codecs.payload.coded import Grid
 from cnr_codecs.payload.lattice import add_relative, check_not_wanted
 from cnr_codecs.payload.payload import PARAMETERS_PER_ROW, Payload, Scheme, Segment
-from cnr_codecs.payload.pending import PENDING, Pending
+from cnr_codecs.payload.pending import Pending
 from cnr_codecs.payload.rowset import RowSet
 
 Need = npt.NDArray[np.uint8]
@@ -146,22 +145,13 @@ def _take(segment: Segment, need: Need, first_row: int, pending: Pending | None)
             is_whole = is_coded and len(wanted) == segment.row_set.count
             part = _stored(segment, slice(None) if is_whole else wanted + start)
             if pending is not None and segment.scheme is Scheme.LATTICE:
-                _settle(part[0], place[wanted], need, segment.grid, pending)
+                rows, grid = place[wanted].astype(np.uint32), segment.grid
+                pending.settle(part[0].view(grid.dtype), rows, need, 0, grid)  # a copy of those stored
             parts.append(part)
     if not parts:
         return None
     need[taken] = 0
     return _joined(segment, parts, RowSet.marked(taken))
-
-
-def _settle(
-    codes: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64], need: Need, grid: Grid, pending: Pending
-) -> None:
-    """Add to the codes of rows, a copy of those stored, what is pending of these."""
-    chosen = np.flatnonzero(need[rows] == PENDING)
-    if len(chosen):
-        held = codes.view(grid.dtype)
-        held[chosen] = pending.settle(held[chosen], rows[chosen], grid)
 
 
 def _stored(segment: Segment, position: npt.NDArray[np.intp] | slice) -> _Part:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import ParentError
-from cnr_codecs.kernels.lattice import find_codes
+from cnr_codecs.kernels.lattice import add_rows, find_codes, settle_rows
 from cnr_codecs.payload.coded import (
     MANTISSA_BITS,
     MAX_CODE,
@@ -26,6 +26,8 @@ from cnr_codecs.payload.rowset import RowSet
 
 Need = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
+RowNumbers = npt.NDArray[np.uint32]
+Integers = npt.NDArray[np.signedinteger[Any]]
 # Of `need`: the row is wanted, and what was found of it so far is a difference.
 PENDING = 2
 _PROVEN_ROWS = 1 << 13
@@ -52,7 +54,7 @@ class Pending:
     values
         The parameter.
     grids
-        uint8 (rows,): the number of the grid of each of these, from `number_of`.
+        uint8 (rows,): the number of the grid of each of these, counted from the first one that was added.
     row, column
         Where row 0 and column 0 of the payload that is read now lie.
     where
@@ -65,7 +67,7 @@ class Pending:
         self.values, self.grids = values, np.empty(rows, np.uint8)
         self._numbers: dict[Grid, int] = {}
         self.row, self.column, self.where = 0, 0, ""
-        self._proofs: list[tuple[str, npt.NDArray[np.uint32], int, Grid, tuple[int, int]]] = []
+        self._proofs: list[tuple[str, RowNumbers, int, Grid, tuple[int, int]]] = []
         self._newer: dict[str, None] = {}
 
     def part(self, row: int, column: int = 0, where: str = "") -> Pending:
@@ -97,21 +99,63 @@ class Pending:
         wide._newer, wide._numbers = self._newer, self._numbers
         return wide
 
-    def known_number(self, grid: Grid) -> int:
-        """The number of a grid in `grids`; -1, which no row has, if no relative row was on it."""
-        return self._numbers.get(grid, -1)
+    def add(self, differences: Integers, rows: RowNumbers, need: Need, first_row: int, grid: Grid) -> None:
+        """Add the differences of those of `rows` that are wanted, and mark them.
 
-    def number_of(self, grid: Grid) -> int:
-        """The number of a grid in `grids`, for relative rows on it."""
+        Parameters
+        ----------
+        differences
+            Of all `rows`, one row after the other.
+        rows, need, first_row, grid
+            As for `settle`.
+
+        Raises
+        ------
+        ParentError
+            A row has another grid.
+        """
         if grid not in self._numbers and len(self._numbers) > np.iinfo(np.uint8).max:
             raise ParentError(f"{self._relative()} has rows relative to it on too many grids")
-        return self._numbers.setdefault(grid, len(self._numbers))
+        number, dim = self._numbers.setdefault(grid, len(self._numbers)), differences.size // len(rows)
+        if not add_rows(differences, dim, number, rows, first_row, need, self._kept()):
+            raise self._on_another(grid)
 
-    def place(self) -> tuple[npt.NDArray[np.int32], int, int, npt.NDArray[np.uint8], int]:
+    def settle(self, codes: Codes, rows: RowNumbers, need: Need, first_row: int, grid: Grid) -> None:
+        """Add what is pending of `rows` to their codes, in place: these are then what the rows have.
+
+        Parameters
+        ----------
+        codes
+            Of all `rows`, one row after the other.
+        rows
+            uint32 (n,): rows of the chunk.
+        need, first_row
+            As for `decode_into`.
+        grid
+            The `Segment.grid` of the codes.
+
+        Raises
+        ------
+        ParentError
+            A row has another grid, or a code is none that this one has.
+        """
+        number, dim = self._numbers.get(grid, -1), codes.size // max(len(rows), 1)  # no row has the number -1
+        place = rows, first_row, need, self._kept(), grid.code_range
+        found = settle_rows(codes.reshape(-1), dim, number, *place)
+        if found < 0:
+            raise self._on_another(grid)
+        if found > 0:
+            wrong = f"none of {grid}" if grid.mantissa else f"beyond {MAX_CODE}"
+            raise ParentError(f"with what {self._relative()} has relative to it, a code is {wrong}")
+
+    def _kept(self) -> tuple[npt.NDArray[np.int32], int, int, npt.NDArray[np.uint8], int]:
         """Return what kernels take: the sums, flat, where they begin and how far rows are apart; grids, and where."""
         columns = self.sums.shape[1]
         first = self.row * columns + self.column
         return self.sums.reshape(-1), first, columns, self.grids, self.row
+
+    def _on_another(self, grid: Grid) -> ParentError:
+        return ParentError(f"{self._relative()} has rows relative to it on another grid than {grid}")
 
     def expect(self, segment: Segment, need: Need, first_row: int) -> None:
         """Remember the checksum of a relative segment if all its rows are read as it has them, to `prove` it.
@@ -134,31 +178,6 @@ class Pending:
         ]
         checks = begun(segment.coded.grid, segment.coded.lines), segment.coded.check
         self._proofs.append((self.where, np.concatenate(blocks), self.row - first_row, segment.grid, checks))
-
-    def settle(self, codes: Codes, rows: npt.NDArray[np.integer[Any]], grid: Grid) -> Codes:
-        """Return the codes (n, dim) of pending rows that a segment of that grid has, with their sums added.
-
-        Parameters
-        ----------
-        codes, grid
-            The codes (n, dim) and the `Segment.grid` that the segment has.
-        rows
-            int (n,): where the rows lie, as in `need`.
-
-        Raises
-        ------
-        ParentError
-            A row has another grid, or a code is none that this one has.
-        """
-        rows = rows + self.row
-        sums = self.sums[rows] + codes
-        sizes, (least, most) = np.abs(sums), grid.code_range
-        is_bad = bool(((sizes != 0) & ((sizes < least) | (sizes > most))).any())
-        is_other = bool((self.grids[rows] != self.known_number(grid)).any())
-        self.check_settled(-1 if is_other else int(is_bad), grid)
-        self.sums[rows] = sums
-        settled: Codes = sums.astype(grid.dtype)
-        return settled
 
     def prove(self) -> None:
         """Compare the checksums of all relative segments that were read whole, once no row is pending any more.
@@ -200,27 +219,6 @@ class Pending:
         kinds = np.float32(grid.step), MANTISSA_BITS - grid.mantissa, codes.shape[1]
         find_codes(self.values.reshape(-1), rows, *kinds, codes.reshape(-1))
         return codes
-
-    def check_settled(self, found: int, grid: Grid) -> None:
-        """Check codes with what was pending.
-
-        Parameters
-        ----------
-        found
-            1 if one is outside of the grid's `code_range`; -1 if what was pending has another grid.
-        grid
-            The `Segment.grid` of the codes.
-
-        Raises
-        ------
-        ParentError
-            `found` is not 0.
-        """
-        if found < 0:
-            raise ParentError(f"{self._relative()} has rows relative to it on another grid than {grid}")
-        if found > 0:
-            wrong = f"none of {grid}" if grid.mantissa else f"beyond {MAX_CODE}"
-            raise ParentError(f"with what {self._relative()} has relative to it, a code is {wrong}")
 
     def check_none(self, row_set: RowSet, need: Need, first_row: int) -> None:
         """Check that no row of a segment without integers is pending.
@@ -264,6 +262,11 @@ class Target:
     stride: int
     pending: Pending | None = None
 
-    def held(self, row_set: RowSet) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+    def place(self, dtype: npt.DTypeLike) -> tuple[int, Need, npt.NDArray[Any], int]:
+        """What kernels take: where rows go, in an output of this dtype."""
+        flat = self.flat.view(dtype)
+        return self.first_row, self.need, flat, self.stride * self.flat.itemsize // flat.itemsize
+
+    def held(self, row_set: RowSet) -> Iterator[tuple[int, RowNumbers]]:
         """Yield the rows of a set that `out` has, and few others; see `RowSet.within`."""
         return row_set.within(self.first_row, self.first_row + len(self.need))

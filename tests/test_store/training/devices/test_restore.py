@@ -146,7 +146,12 @@ def one_sum(parameters: Any) -> torch.optim.Optimizer:
 
 BY_4_BITS = UniformRows("asymmetric", 4)
 RELATIVE = LatticeRows(rms_step=0.1, relative=True)
-INTEGERS = [LatticeRows(rms_step=0.1), RELATIVE, FloatingRows(5), FloatingRows(3, relative=True)]
+INTEGERS: list[RowCodec] = [
+    LatticeRows(rms_step=0.1),
+    RELATIVE,
+    FloatingRows(5),
+    FloatingRows(3, relative=True),
+]
 CODECS = [BY_4_BITS, UniformRows("symmetric", 3), LosslessRows(), *INTEGERS]
 TABLE, SUM = "tables/items/weight", "tables/items/sum"
 
