@@ -189,6 +189,8 @@ def spoiled(data: bytes, at: int, new: bytes) -> bytes:
     [
         (4, struct.pack("<f", 2.0)),
         (4, struct.pack("<f", 0.99)),
+        (4, struct.pack("<f", 0.0)),
+        (4, struct.pack("<f", np.inf)),
         (4, struct.pack("<f", -1.5)),
         (4, struct.pack("<f", np.nan)),
         (8, struct.pack("<h", -1)),

@@ -371,10 +371,21 @@ def test_older_readers_refuse_it_by_name(moved: Job, monkeypatch: pytest.MonkeyP
         cnr_store.open(str(moved.url), version)
 
 
+NOWHERE, ELSEWHERE = "its grid has moved to", "and the record says|moved further"
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"scale": 1.25}, {"shift": 2}, {"scale": None}, {"scale": 2.5}, {"shift": -1}]
+    ("wrong", "message"),
+    [
+        *(({"scale": scale}, NOWHERE) for scale in (None, 0.0, 0.5, 2.0, 2.5)),
+        *(({"shift": shift}, NOWHERE) for shift in (-1, 1 << 14, 0.5)),
+        ({"scale": 1.25}, ELSEWHERE),
+        ({"shift": 2}, ELSEWHERE),
+        ({"scale": 1.0, "shift": 0}, ELSEWHERE),
+        ({"scale": 1.0, "shift": 16_383}, ELSEWHERE),  # beyond all exponents
+    ],
 )
-def test_a_record_that_says_another_grid_is_damage(moved: Job, wrong: dict[str, Any]) -> None:
+def test_a_record_that_says_another_grid_is_damage(moved: Job, wrong: dict[str, Any], message: str) -> None:
     version = [*moved.expected][-1]
 
     def change(cnr: dict[str, Any]) -> None:
@@ -388,5 +399,5 @@ def test_a_record_that_says_another_grid_is_damage(moved: Job, wrong: dict[str, 
     change(cnr)
     cnr["digest"] = NO_DIGEST
     key.write_bytes(with_digest(json.dumps(doc, separators=(",", ":")).encode()))
-    with pytest.raises(CorruptionError, match=r"its grid has moved to|and the record says|moved further"):
+    with pytest.raises(CorruptionError, match=message):
         held(moved.url, version, FIRST)
