@@ -9,12 +9,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 
 from cnr_store.catalog.catalog import open_record
 from cnr_store.cli.facts import open_store
 from cnr_store.cli.options import AsJson, OfVersion, StorageOptions, Url, parse_options, parse_version
-from cnr_store.cli.output import fitting_table, new_table, print_json, print_line, print_table, size_text
+from cnr_store.cli.output import print_json, print_line, size_text, table
 from cnr_store.format import layout
 from cnr_store.maintenance.verification.glance import read_records
 from cnr_store.reading.rows import find_array, read_array, rows
@@ -110,21 +109,21 @@ def du(url: Url, options: StorageOptions = "{}", as_json: AsJson = False) -> Non
         doc = {kind: {"objects": objects, "bytes": nbytes} for kind, (objects, nbytes) in kinds.items()}
         print_json({"objects": doc, "arrays": dict(arrays.most_common())})
         return
-    table = new_table("what", "objects", "size")
-    for kind, (objects, nbytes) in kinds.items():
-        table.add_row(kind, f"{objects:,}", size_text(nbytes))
-    print_table(table)
+    cells = {
+        "what": list(kinds),
+        "objects": [f"{objects:,}" for objects, _ in kinds.values()],
+        "size": [size_text(nbytes) for _, nbytes in kinds.values()],
+    }
+    print_line(table(cells))
     if arrays:
-        whole = max(1, arrays.total())
+        whole, largest = max(1, arrays.total()), dict(arrays.most_common())
         cells = {
-            "array": [path for path, _ in arrays.most_common()],
-            "size": [size_text(nbytes) for _, nbytes in arrays.most_common()],
-            "of all": [f"{100 * nbytes / whole:.1f} %" for _, nbytes in arrays.most_common()],
-            "in the latest": [
-                size_text(latest[path].nbytes) if path in latest else "" for path, _ in arrays.most_common()
-            ],
+            "array": list(largest),
+            "size": [size_text(nbytes) for nbytes in largest.values()],
+            "of all": [f"{100 * nbytes / whole:.1f} %" for nbytes in largest.values()],
+            "in the latest": [size_text(latest[path].nbytes) if path in latest else "" for path in largest],
         }
-        print_table(fitting_table(cells, ("in the latest", "of all"), Console()))
+        print_line(table(cells, ("in the latest", "of all")))
 
 
 def _kinds(objects: Iterable[tuple[str, int]], committed: set[str]) -> dict[str, tuple[int, int]]:

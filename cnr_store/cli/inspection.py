@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from cnr_store.catalog.catalog import open_record
 from cnr_store.catalog.claims import list_tombstoned
@@ -16,7 +15,7 @@ from cnr_store.catalog.objects import list_marked
 from cnr_store.catalog.tags import read_tags
 from cnr_store.cli.facts import codec_text, fold_bytes, metadata_text, names_text, record_facts
 from cnr_store.cli.options import AsJson, StorageOptions, Url, VersionName, parse_options, parse_version
-from cnr_store.cli.output import fitting_table, print_json, print_line, print_table, size_text, time_text
+from cnr_store.cli.output import print_json, print_line, size_text, table, time_text
 from cnr_store.errors import listed
 from cnr_store.format import layout
 from cnr_store.format.record import COUNTS, ArrayEntry
@@ -52,7 +51,7 @@ def info(
         return
     for name, value in _told(facts).items():
         print_line(f"{name:<8}  {value}")  # not a table: what is long would widen each line
-    print_table(_arrays_table(record.arrays))
+    print_line(_arrays_table(record.arrays))
 
 
 def _told(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -109,7 +108,7 @@ def diff(
         "rows": [f"{each.rows:,}" for each in differences],
         "max abs": ["" if each.max_abs is None else f"{each.max_abs:.3g}" for each in differences],
     }
-    print_table(fitting_table(cells, ("rows", "max abs", "status"), Console()))
+    print_line(table(cells, ("rows", "max abs", "status")))
 
 
 def _ranks_text(ranks: Mapping[str, Any]) -> str:
@@ -122,7 +121,7 @@ def _ranks_text(ranks: Mapping[str, Any]) -> str:
     return ", ".join(shown)
 
 
-def _arrays_table(arrays: Mapping[str, ArrayEntry]) -> Table:
+def _arrays_table(arrays: Mapping[str, ArrayEntry]) -> Text:
     entries = arrays.values()
     cells = {
         "array": list(arrays),
@@ -136,9 +135,7 @@ def _arrays_table(arrays: Mapping[str, ArrayEntry]) -> Table:
     }
     counts = {name: [_share_text(entry.counts[name], entry.rows) for entry in entries] for name in COUNTS}
     cells |= {name: texts for name, texts in counts.items() if any(texts)}
-    return fitting_table(
-        cells, (*COUNTS[::-1], "base", "element", "shape", "codec", "kind", "rows"), Console()
-    )
+    return table(cells, (*COUNTS[::-1], "base", "element", "shape", "codec", "kind", "rows"))
 
 
 def _share_text(count: int, rows: int) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
@@ -16,7 +16,7 @@ from cnr_store.catalog.version_info import as_figure
 from cnr_store.cli.facts import Facts, health, metadata_text, names_text, read_store
 from cnr_store.cli.maintenance import DAMAGED
 from cnr_store.cli.options import AsJson, StorageOptions, Url, parse_options
-from cnr_store.cli.output import fitting_table, print_json, print_line, print_table, say, size_text, time_text
+from cnr_store.cli.output import print_json, print_line, say, size_text, table, time_text
 
 Last = Annotated[int | None, typer.Option(min=1, help="List only this many of the newest versions.")]
 Sort = Annotated[
@@ -49,7 +49,7 @@ def ls(
     if as_json:
         print_json(shown)
     elif shown:
-        print_table(versions_table(shown, Console(), long=long))
+        print_line(versions_table(shown, long=long))
         print_line(totals_text(listed, len(shown)))
     else:
         say(f"{url} holds no committed version")
@@ -86,7 +86,7 @@ def _figure(facts: Facts, name: str) -> float | None:
     return as_figure(value)
 
 
-def versions_table(shown: Sequence[Facts], console: Console, *, long: bool = False) -> Table:
+def versions_table(shown: Sequence[Facts], console: Console | None = None, *, long: bool = False) -> Text:
     """Versions as a table of columns that some of them fill; on a terminal without those that it is too narrow for."""
     now = time.time()
     cells = {
@@ -94,7 +94,7 @@ def versions_table(shown: Sequence[Facts], console: Console, *, long: bool = Fal
         for name, cell in (_LONG | _COLUMNS if long else _COLUMNS).items()
     }
     filled = {name: texts for name, texts in cells.items() if name in _ALWAYS or any(texts)}
-    return fitting_table(filled, () if long else _SPARE, console)
+    return table(filled, () if long else _SPARE, console)
 
 
 def totals_text(listed: Sequence[Facts], shown: int) -> str:

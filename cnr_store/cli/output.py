@@ -19,7 +19,6 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
 from rich.text import Text
 
 _NUMBERS = frozenset(
@@ -29,63 +28,35 @@ _NUMBERS = frozenset(
         *("objects", "of all", "in the latest", "raw", "finer", "zero"),
     }
 )
-_WIDEST = 10_000
 Report = Callable[[int, int | None], None]
 
 
-def new_table(*names: str) -> Table:
-    """A table with these columns; numbers are aligned to the right."""
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
-    return table
+def table(
+    cells: Mapping[str, Sequence[str]], spare: Sequence[str] = (), console: Console | None = None
+) -> Text:
+    """Columns as lines of text, aligned, none of them cut or folded: so they can be searched and piped.
 
-
-def fitting_table(cells: Mapping[str, Sequence[str]], spare: Sequence[str], console: Console) -> Table:
-    """A table of these columns. A terminal too narrow for all goes without those of `spare`, one after the other."""
-    columns = list(cells)
-    while (
-        console.is_terminal
-        and (dropped := next((name for name in spare if name in columns), None))
-        and _width(console, _table(columns, cells)) > console.width
-    ):
-        columns.remove(dropped)
-    return _table(columns, cells)
-
-
-def _table(columns: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
-    table = new_table(*columns)
-    for row in zip(*(cells[name] for name in columns), strict=True):
-        table.add_row(*(Text(cell or "-") for cell in row))
-    return table
-
-
-def _width(console: Console, table: Table) -> int:
-    return console.measure(table, options=console.options.update(width=_WIDEST)).maximum
-
-
-def print_table(table: Table) -> None:
-    """Print a table without cutting or folding lines, so that it can be searched and piped.
-
-    The lines are made here, as rich would make them: of thousands of rows it takes seconds.
+    A terminal too narrow for all goes without those of `spare`, one after the other. The lines are made here, as rich
+    would make them: of thousands of rows it takes seconds.
     """
-    console = Console(soft_wrap=True)
-    columns = [_padded(console, column) for column in table.columns]
-    head, *lines = ("  ".join(cells) for cells in zip(*columns, strict=True))
-    console.print(Text(head, style="table.header"))
-    if lines:
-        console.print(Text("\n".join(lines)))
+    console, columns = console or Console(), {name: _padded(name, texts) for name, texts in cells.items()}
+    for name in filter(cells.__contains__, spare):
+        width = sum(2 + cell_len(column[0]) for column in columns.values()) - 2
+        if not console.is_terminal or width <= console.width:
+            break
+        del columns[name]
+    lines = ["  ".join(each) for each in zip(*columns.values(), strict=True)]
+    text = Text("\n".join(lines), no_wrap=True)
+    text.stylize("table.header", 0, len(lines[0]))
+    return text
 
 
-def _padded(console: Console, column: Column) -> list[str]:
-    """The cells of a column, its name first, all as wide as the widest."""
-    cells = [
-        each.plain if isinstance(each, Text) else console.render_str(str(each)).plain
-        for each in (column.header, *column.cells)
-    ]
+def _padded(name: str, texts: Sequence[str]) -> list[str]:
+    """The cells of a column, its name first, all as wide as the widest; numbers to the right."""
+    cells = [name, *(text or "-" for text in texts)]
     widths = [cell_len(cell) for cell in cells]
     spaces = [" " * (max(widths) - width) for width in widths]
-    if column.justify == "right":
+    if name in _NUMBERS:
         return [space + cell for space, cell in zip(spaces, cells, strict=True)]
     return [cell + space for space, cell in zip(spaces, cells, strict=True)]
 
@@ -112,8 +83,8 @@ def _spelled(value: object) -> object:
     return [_spelled(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def print_line(text: str) -> None:
-    """Print text as it is, in one line."""
+def print_line(text: str | Text) -> None:
+    """Print text as it is, without folding lines."""
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
 
 

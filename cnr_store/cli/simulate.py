@@ -6,10 +6,9 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from cnr_store.cli.options import AsJson
-from cnr_store.cli.output import fitting_table, new_table, print_json, print_line, print_table
+from cnr_store.cli.output import print_json, print_line, table
 from cnr_store.policies.policy import MAX_CHAIN, POLICIES, check_policy
 from cnr_store.policies.simulation import Interval, SimulatedSave, Trace, best_interval
 from cnr_store.policies.simulation import simulate as run_policy
@@ -121,13 +120,15 @@ def _print_summary(simulated: dict[str, list[SimulatedSave]]) -> None:
         "chain": [f"{max(save.chain for save in saved):,}" for saved in simulated.values()],
         "restore": [f"{max(save.restore_bytes for save in saved):,}" for saved in simulated.values()],
     }
-    print_table(fitting_table(cells, ("folds", "kept", "chain"), Console()))
+    print_line(table(cells, ("folds", "kept", "chain")))
 
 
 def _print_saves(saved: list[SimulatedSave]) -> None:
-    table = new_table("save", "bytes", "fold", "written", "kept", "chain", "decision")
-    for save in saved:
-        sizes = (save.save, save.bytes, save.fold_bytes, save.written_bytes, save.kept_bytes, save.chain)
-        kind = "full" if save.decision.full else f"since {save.decision.since}"
-        table.add_row(*(f"{size:,}" for size in sizes), f"{kind}: {save.decision.reason}")
-    print_table(table)
+    sizes = ("save", "save"), ("bytes", "bytes"), ("fold", "fold_bytes"), ("written", "written_bytes")
+    cells = {
+        name: [f"{getattr(save, attribute):,}" for save in saved]
+        for name, attribute in (*sizes, ("kept", "kept_bytes"), ("chain", "chain"))
+    }
+    kinds = ["full" if save.decision.full else f"since {save.decision.since}" for save in saved]
+    reasons = [f"{kind}: {save.decision.reason}" for kind, save in zip(kinds, saved, strict=True)]
+    print_line(table(cells | {"decision": reasons}))

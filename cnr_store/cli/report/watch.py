@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from cnr_backends import BackendError, open_backend
@@ -18,12 +17,19 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.cli.facts import UNREAD, health
 from cnr_store.cli.listing import totals_text, versions_table
 from cnr_store.cli.options import StorageOptions, Url, parse_options
-from cnr_store.cli.output import counted, new_table, plain, print_table, say, size_text
+from cnr_store.cli.output import counted, plain, say, size_text, table
 from cnr_store.cli.report.figures import Figures, highest, read_figures, spans
 from cnr_store.errors import CheckpointError
 
 _BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _CHART_COLUMNS, _TABLES, _VERSIONS = 40, 5, 10
+_TRENDS = {
+    "bytes": "size",
+    "restore_bytes": "restore reads",
+    "stalled_seconds": "stall",
+    "saved_seconds": "save takes",
+    "chain": "chain",
+}
 _OTHER_LINES = 20
 """Lines of a terminal that are no versions."""
 
@@ -85,15 +91,12 @@ def _follow(catalog: Catalog, console: Console, figures: Figures, interval: floa
 
 def _print(figures: Figures, console: Console) -> None:
     for part in _parts(figures, console, _VERSIONS):
-        if isinstance(part, Table):
-            print_table(part)
-        else:
-            console.print(part, soft_wrap=True)
+        console.print(part, soft_wrap=True)
 
 
-def _parts(figures: Figures, console: Console, versions: int) -> list[Text | Table]:
+def _parts(figures: Figures, console: Console, versions: int) -> list[Text]:
     """The figures as text and tables, one above the other."""
-    parts: list[Text | Table] = [
+    parts = [
         Text(f"{figures.url}: {totals_text(figures.versions, len(figures.versions))}"),
         versions_table(figures.versions[-versions:], console),
     ]
@@ -104,39 +107,38 @@ def _parts(figures: Figures, console: Console, versions: int) -> list[Text | Tab
     return [*parts, _health(figures)]
 
 
-def _charts(figures: Figures, console: Console) -> Table:
+def _charts(figures: Figures, console: Console) -> Text:
     """The figures of saves over all versions."""
-    table = new_table("figure", "trend", "newest", "most")
-    for name, title in (
-        ("bytes", "size"),
-        ("restore_bytes", "restore reads"),
-        ("stalled_seconds", "stall"),
-        ("saved_seconds", "save takes"),
-        ("chain", "chain"),
-    ):
-        values = [facts[name] for facts in figures.known]
-        most = highest(values, range(len(values)))
-        if most is not None:
-            table.add_row(title, sparkline(values, console), _value(name, values[-1]), _value(name, most))
-    return table
+    values = {name: [facts[name] for facts in figures.known] for name in _TRENDS}
+    known = {name: each for name, each in values.items() if any(value is not None for value in each)}
+    cells = {
+        "figure": [_TRENDS[name] for name in known],
+        "trend": [sparkline(each, console) for each in known.values()],
+        "newest": [_value(name, each[-1]) for name, each in known.items()],
+        "most": [_value(name, highest(each, range(len(each)))) for name, each in known.items()],
+    }
+    return table(cells, console=console)
 
 
 def _value(name: str, value: float | None) -> str:
     if value is None:
-        return "-"
+        return ""
     if name.endswith("bytes"):
         return size_text(value)
     return f"{1000 * value:,.0f} ms" if name.endswith("seconds") else f"{value:,}"
 
 
-def _changed(figures: Figures, console: Console) -> Table:
+def _changed(figures: Figures, console: Console) -> Text:
     """The share of each table's rows that versions hold."""
-    table = new_table("changed rows", "trend", "newest", "size")
-    for each in figures.tables[:_TABLES]:
-        newest = each.shares[-1]
-        share = "-" if newest is None else f"{100 * newest:.3g} %"
-        table.add_row(Text(plain(each.name)), sparkline(each.shares, console), share, size_text(each.bytes))
-    return table
+    tables = figures.tables[:_TABLES]
+    newest = (each.shares[-1] for each in tables)
+    cells = {
+        "changed rows": [plain(each.name) for each in tables],
+        "trend": [sparkline(each.shares, console) for each in tables],
+        "newest": ["" if share is None else f"{100 * share:.3g} %" for share in newest],
+        "size": [size_text(each.bytes) for each in tables],
+    }
+    return table(cells, console=console)
 
 
 def sparkline(values: Sequence[float | None], console: Console) -> str:
