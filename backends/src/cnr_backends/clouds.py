@@ -6,27 +6,18 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from cnr_backends.errors import server_answer
 from cnr_backends.remote import ANY_DRIVER_ERROR, FsspecBackend, has_create_mode
 
 _LOST_CREATE = frozenset({"PreconditionFailed", "412"})
 _CONFLICT = frozenset({"ConditionalRequestConflict", "OperationAborted", "409"})
 
 
-def _code(error: BaseException | None) -> str:
-    """Return the code that an S3 server answered with, or ""."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-        error = error.__cause__
-    return ""
-
-
 class ConditionalBackend(FsspecBackend):
     """Stores objects on a server that decides which of several exclusive creates succeeds.
 
     A driver repeats a request whose answer it misses. If the first one arrived, the repeated one is refused, and the
-    object's bytes tell whose it is.
+    object's bytes tell whose it is. This class repeats requests that S3 answers with 409.
     """
 
     atomic_create = True
@@ -34,17 +25,33 @@ class ConditionalBackend(FsspecBackend):
     _CREATE: ClassVar[Mapping[str, Any]]
     """What makes the filesystem's ``pipe_file`` send the condition, and raise FileExistsError where it fails."""
 
+    _NEEDED: ClassVar[str] = ""
+    """The first release of the driver whose ``pipe_file`` has ``mode="create"``, where that is what it takes."""
+
+    _CONFLICT_WAITS_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+
     def _probe(self) -> None:
+        if self._NEEDED and not has_create_mode(self._fs):
+            driver = self._NEEDED.partition(" ")[0]
+            raise ImportError(f"this {driver} has no exclusive writes; install {self._NEEDED} or newer")
         if not self._root.strip("/"):
             raise ValueError("there is no bucket or container in the URL")
         super()._probe()
 
     def _create(self, key: str, data: bytes) -> bool:
-        try:
-            self._call("pipe_file", self._at(key), data, sent_bytes=len(data), **self._CREATE)
-        except FileExistsError:
-            return self._holds(key, data)
-        return True
+        for wait_seconds in (*self._CONFLICT_WAITS_SECONDS, None):
+            try:
+                self._call("pipe_file", self._at(key), data, sent_bytes=len(data), **self._CREATE)
+                return True
+            except ANY_DRIVER_ERROR as error:
+                _, code = server_answer(error)
+                if isinstance(error, FileExistsError) or code in _LOST_CREATE:
+                    # Our own request is refused too, if it was repeated because the first answer got lost.
+                    return self._holds(key, data)
+                if code not in _CONFLICT or wait_seconds is None:
+                    raise
+            time.sleep(wait_seconds)
+        raise AssertionError("unreachable")
 
     def _get_range(self, key: str, start: int, length: int) -> bytes:
         try:
@@ -62,45 +69,25 @@ class S3Backend(ConditionalBackend):
     """Stores objects on S3, or on a server that speaks its protocol and honours ``If-None-Match: *``.
 
     The driver repeats a request with growing pauses if it gets no answer, a server error (500, 502, 503, 504) or a
-    request to slow down. It repeats conditional requests too: if the first one arrived, the repeated one is refused,
-    and the object's bytes tell whose it is. This class repeats requests that get 409.
+    request to slow down.
 
     By default a connection must be made within 10 seconds, a request must be answered within 60 seconds, each is tried
     4 times, and there are 32 connections. ``config_kwargs`` changes that.
     """
 
     _CREATE = {"mode": "create"}  # noqa: RUF012 - the base declares it as a ClassVar
+    _NEEDED = "s3fs 2025.2"
     _CONFIG: ClassVar[dict[str, Any]] = {
         "connect_timeout": 10,
         "read_timeout": 60,
         "max_pool_connections": 32,
         "retries": {"mode": "standard", "total_max_attempts": 4},
     }
-    _CONFLICT_WAITS_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 
     def _driver_options(self) -> dict[str, Any]:
         config = {**self._CONFIG, **(self._options.get("config_kwargs") or {})}
         # One request reads an object: a size that was read before could be that of another version of it.
         return {"max_concurrency": 1, **self._options, "config_kwargs": config}
-
-    def _probe(self) -> None:
-        if not has_create_mode(self._fs):
-            raise ImportError("this s3fs has no exclusive writes; install s3fs 2025.2 or newer")
-        super()._probe()
-
-    def _create(self, key: str, data: bytes) -> bool:
-        for wait_seconds in (*self._CONFLICT_WAITS_SECONDS, None):
-            try:
-                self._call("pipe_file", self._at(key), data, sent_bytes=len(data), **self._CREATE)
-                return True
-            except ANY_DRIVER_ERROR as error:
-                if isinstance(error, FileExistsError) or _code(error) in _LOST_CREATE:
-                    # Our own request is refused too, if it was repeated because the first answer got lost.
-                    return self._holds(key, data)
-                if _code(error) not in _CONFLICT or wait_seconds is None:
-                    raise
-            time.sleep(wait_seconds)
-        raise AssertionError("unreachable")
 
     def _get_range(self, key: str, start: int, length: int) -> bytes:
         return self._sliced(key, start, start + length)
@@ -112,15 +99,15 @@ class S3Backend(ConditionalBackend):
         try:
             return bytes(self._call("cat_file", self._at(key), start=start, end=end))
         except OSError as error:
-            if _code(error) in ("InvalidRange", "416"):
+            if server_answer(error)[1] in ("InvalidRange", "416"):
                 return b""  # the range begins beyond the end
             raise
 
     def _is_missing(self, error: Exception) -> bool:
-        return super()._is_missing(error) and _code(error) != "NoSuchBucket"
+        return super()._is_missing(error) and server_answer(error)[1] != "NoSuchBucket"
 
     def _advice(self, error: Exception) -> str:
-        code = _code(error)
+        _, code = server_answer(error)
         if code == "NoSuchBucket":
             return f"there is no bucket {self._root.split('/')[0]!r}; make it, or correct the URL"
         if isinstance(error, PermissionError) or code or type(error).__name__ == "NoCredentialsError":
@@ -132,11 +119,7 @@ class GcsBackend(ConditionalBackend):
     """Stores objects on Google Cloud Storage, where a create asks for generation 0: that no object is there."""
 
     _CREATE = {"mode": "create"}  # noqa: RUF012 - the base declares it as a ClassVar
-
-    def _probe(self) -> None:
-        if not has_create_mode(self._fs):
-            raise ImportError("this gcsfs has no exclusive writes; install gcsfs 2024.12 or newer")
-        super()._probe()
+    _NEEDED = "gcsfs 2024.12"
 
     def _advice(self, error: Exception) -> str:
         return "check the bucket, the credentials (token, or Google's environment) and their permissions"

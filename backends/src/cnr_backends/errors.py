@@ -179,25 +179,23 @@ def _is_transient(error: BaseException | None) -> bool:
 
 
 def _answered_busy(error: BaseException | None) -> bool | None:
-    """Whether a server answered that it is busy or failed; None if none answered.
+    """Whether a server answered that it is busy or failed; None if none answered."""
+    status, code = server_answer(error)
+    return None if status is None else status in _BUSY_STATUS or code in _BUSY_CODES
+
+
+def server_answer(error: BaseException | None) -> tuple[int | None, str]:
+    """The HTTP status and the code that a server answered with; (None, "") if none answered.
 
     Drivers keep a server's answer in one of the causes of their errors.
     """
     while error is not None:
-        status, code = _answer(error)
-        if status is not None:
-            return status in _BUSY_STATUS or code in _BUSY_CODES
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):  # botocore
+            code = str(response.get("Error", {}).get("Code", ""))
+            return response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), code
+        for name in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
+            if isinstance(status := getattr(error, name, None), int):
+                return status, ""
         error = error.__cause__
-    return None
-
-
-def _answer(error: BaseException) -> tuple[int | None, str]:
-    """The HTTP status and the code that a server answered with; (None, "") if it did not answer."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):  # botocore
-        code = str(response.get("Error", {}).get("Code", ""))
-        return response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), code
-    for name in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
-        if isinstance(status := getattr(error, name, None), int):
-            return status, ""
     return None, ""
