@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.codec_bench.rows import DRAWS, Rows, drawn
 from benchmarks.codec_bench.sizes import Sizes
 from cnr_codecs import UniformRows, error_report
-from cnr_codecs.choose import BINS_LADDER
+from cnr_codecs.report import BINS_LADDER
 
 DIM = 64
 SEARCHED_BITS = (2, 3, 4)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from cnr_codecs import RowCodec, UniformRows
 from cnr_codecs.lattice.segments import RowCounts
 from cnr_codecs.protocol import Offsets, encode_chunks
-from cnr_codecs.uniform.quantized import QuantizedRows
+from cnr_codecs.uniform.uniform import QuantizedRows
 from cnr_store.writing.row_codes import Array, Mask, RowCodes, gridded_codec
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cnr_codecs import CodecConfigError, RowCodec, RowsError, UniformRows, choose_search, error_report
-from cnr_codecs.choose import BINS_LADDER, RATIO_LADDER
 from cnr_codecs.protocol import Rows
+from cnr_codecs.report import BINS_LADDER, RATIO_LADDER
 
 Draw: TypeAlias = Callable[[np.random.Generator, tuple[int, int]], Rows]
 DRAWS: dict[str, Draw] = {

@@ -13,7 +13,7 @@ from cnr_codecs import ParameterType, RowCodec, UniformRows
 from cnr_codecs.elements import element_named
 from cnr_codecs.kernels import search as kernels
 from cnr_codecs.kernels.building.compiled import kernel
-from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.kernels.search import MAX_DIM, NORMAL_STEPS
 from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform.uniform import SchemeName, default_walk
 from tests.test_codecs.hard_rows import BITS, ROW_MAKERS, SCHEMES, adversarial_rows, decode, encode, quantized

@@ -17,8 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from cnr_codecs.elements import element_named
-from cnr_codecs.kernels.search import trials
-from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.kernels.search import MAX_DIM, NORMAL_STEPS, trials
 from cnr_codecs.lattice.floating import FloatingRows
 from cnr_codecs.lattice.lattice import LatticeRows, most_code
 from cnr_codecs.payload.coded import MANTISSA_BITS, MAX_CODE, code_range

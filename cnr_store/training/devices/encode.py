@@ -19,8 +19,7 @@ from cnr_codecs.lattice.steps import COUNTED_ROWS, median_scale, no_counts, scal
 from cnr_codecs.payload.coded import MAX_MANTISSA
 from cnr_codecs.payload.payload import ParameterType, row_bytes
 from cnr_codecs.protocol import RowCodec
-from cnr_codecs.uniform.quantized import QuantizedRows
-from cnr_codecs.uniform.uniform import SCHEMES, UniformRows
+from cnr_codecs.uniform.uniform import SCHEMES, QuantizedRows, UniformRows
 from cnr_store.training.devices.arithmetic import ELEMENTS, Codec, quantize, rows_together
 from cnr_store.training.devices.moving import Arrays, start_copy
 from cnr_store.training.devices.support import failing_saves

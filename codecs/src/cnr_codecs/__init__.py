@@ -1,8 +1,7 @@
 """Row-wise codecs for embedding tables: they encode rows of a chunk to bytes, for numcodecs and Zarr v3 too."""
 
-from cnr_codecs.choose import choose_search
 from cnr_codecs.compiling import compile_all, compile_decoding, compile_encoding
-from cnr_codecs.compressed import Compressors, Followed, most_packed_bytes, zarr_codecs
+from cnr_codecs.compressed import Compressors, Followed, most_packed_bytes, row_codec, zarr_codecs
 from cnr_codecs.elements import Element, array_dtype, element_of, fill_value
 from cnr_codecs.errors import (
     CodecConfigError,
@@ -27,8 +26,7 @@ from cnr_codecs.payload.pending import Pending
 from cnr_codecs.payload.rowset import RowSet, RowSetKind
 from cnr_codecs.payload.validate import parse
 from cnr_codecs.protocol import ChunksCodec, RowCodec, pack
-from cnr_codecs.registry import row_codec
-from cnr_codecs.report import CodecReport, error_report
+from cnr_codecs.report import CodecReport, choose_search, error_report
 from cnr_codecs.rows import LosslessRows, check_rows, raw_segment
 from cnr_codecs.uniform.uniform import UniformRows
 

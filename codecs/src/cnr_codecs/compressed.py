@@ -1,7 +1,7 @@
-"""Row codecs that compressors of numcodecs follow.
+"""Row codecs by their configurations, and compressors of numcodecs that follow them.
 
-The list of these is closed, so a store can't make a reader run what happens to be installed. Each of them tells in its
-first bytes how large they are decompressed, so what is too large is refused before it takes memory.
+The list of compressors is closed, so a store can't make a reader run what happens to be installed. Each of them tells
+in its first bytes how large they are decompressed, so what is too large is refused before it takes memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ import numcodecs
 
 from cnr_codecs.elements import array_dtype
 from cnr_codecs.errors import CodecConfigError, PayloadError, PayloadLimitError, RowsError
+from cnr_codecs.kmeans.kmeans import KMeansRows
+from cnr_codecs.lattice.floating import FloatingRows
+from cnr_codecs.lattice.lattice import LatticeRows
 from cnr_codecs.payload.frames import claimed_size
 from cnr_codecs.protocol import Offsets, RowCodec, Rows
+from cnr_codecs.rows import LosslessRows
+from cnr_codecs.uniform.uniform import UniformRows
 
+_Codec = UniformRows | KMeansRows | LatticeRows | FloatingRows | LosslessRows
+_KINDS: tuple[type[_Codec], ...] = (UniformRows, KMeansRows, LatticeRows, FloatingRows, LosslessRows)
+_CODECS = {f"cnr_{kind._name}": kind for kind in _KINDS}
 MAX_FOLLOWERS = 4
 _ZARR_NAMES = {"zstd": "zstd", "blosc": "blosc", "lz4": "numcodecs.lz4"}
 _BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
@@ -192,6 +200,40 @@ class Followed:
         """
         data = self.codec.encode_rows(values, offsets, rows, element=element, seal=seal)
         return self.compressors.pack(data, rows, values.shape[1], element)
+
+
+def row_codec(config: str | Mapping[str, Any] | RowCodec) -> RowCodec:
+    """Return the row codec of a name or of a configuration, such as {"id": "cnr_uniform", "bits": 4}.
+
+    Parameters
+    ----------
+    config
+        A name, such as "cnr_uniform", or a configuration. Its entry "then", if any, lists the numcodecs
+        configurations that follow the row codec; see `Followed`. A row codec is returned as it is.
+
+    Raises
+    ------
+    CodecConfigError
+        The name is unknown, or the codec doesn't take these options.
+    """
+    if isinstance(config, RowCodec):
+        return config
+    if isinstance(config, str):
+        config = {"id": config}
+    if not isinstance(config, Mapping):
+        raise CodecConfigError(
+            f"expected a codec's name, configuration or object, got {type(config).__name__}"
+        )
+    options = dict(config)
+    name = options.pop("id", None)
+    if name not in _CODECS:
+        raise CodecConfigError(f"unknown codec {name!r}; use one of {', '.join(_CODECS)}")
+    then = options.pop("then", None)
+    try:
+        codec = _CODECS[name](**options)
+    except TypeError as error:
+        raise CodecConfigError(f"codec {name} doesn't take these options: {error}") from error
+    return codec if then is None else Followed(codec, then)
 
 
 def zarr_codecs(codec: RowCodec) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import Element
-from cnr_codecs.kernels.windows import (
+from cnr_codecs.kernels.search import (
     CUT,
     MAX_DIM,
     NEIGHBOURS,
@@ -113,7 +113,7 @@ def search(
     `low` and `factor` first map a row to [-levels / 2, levels / 2]. A window has a centre and a step, and gives every
     value a code, clamped. The line of least squares through these codes is never worse than the window. It is kept
     if it explains more of the row, which leaves a smaller error, than every line before.
-    `cnr_codecs.kernels.windows` lists the windows.
+    `cnr_codecs.kernels.search` lists the windows.
     """
     half = np.float32(levels) * np.float32(0.5)
     with np.errstate(all="ignore"):

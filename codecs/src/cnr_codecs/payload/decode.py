@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import element_named, fill_value, round_to_bfloat16
 from cnr_codecs.errors import ParentError, PayloadError, RowsError
 from cnr_codecs.kernels import decode as kernels
-from cnr_codecs.kernels.dequantize import decode_float16, decode_float32, scratch_for
+from cnr_codecs.kernels.decode import decode_float16, decode_float32, scratch_for
 from cnr_codecs.kernels.pack import codes_apart
 from cnr_codecs.payload.lattice import add_relative, check_not_wanted, decode_lattice
 from cnr_codecs.payload.payload import CODED, ParameterType, Payload, Scheme, Segment

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.elements import BY_NAME
-from cnr_codecs.kernels.dequantize import decode_all, scratch_for
+from cnr_codecs.kernels.decode import decode_all, scratch_for
 from cnr_codecs.kernels.pack import codes_apart
 from cnr_codecs.payload.payload import (
     CHECKSUM,

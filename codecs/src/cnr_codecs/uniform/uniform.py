@@ -18,7 +18,7 @@ from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels import uniform as kernels
 from cnr_codecs.kernels import walk
 from cnr_codecs.kernels.building.compiled import read_only
-from cnr_codecs.kernels.windows import MAX_DIM, NORMAL_STEPS
+from cnr_codecs.kernels.search import MAX_DIM, NORMAL_STEPS
 from cnr_codecs.payload.buffer import Draft
 from cnr_codecs.payload.payload import (
     PARAMETER_DTYPES,
@@ -34,10 +34,10 @@ from cnr_codecs.payload.payload import (
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.protocol import NamedCodec, Offsets, Rows, encode_each
 from cnr_codecs.rows import LosslessRows, check_offsets, check_values, raw_segment
-from cnr_codecs.uniform.quantized import QuantizedRows
 
 Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 SchemeName = Literal["symmetric", "asymmetric", "adaptive"]
 SCHEMES: dict[SchemeName, Scheme] = {
@@ -51,6 +51,45 @@ MAX_BINS = 4096
 def default_walk(bits: int) -> tuple[int, float]:
     """Return the default (bins, ratio) of the paper's greedy walk for codes of `bits` bits."""
     return (25, 0.99) if bits <= 3 else (45, 0.5)
+
+
+@dataclass(eq=False, slots=True)
+class QuantizedRows:
+    """Parameters and packed codes of n rows, as the kernels leave them; see `kernels.uniform`."""
+
+    # scale, offset: float32 (n,): the parameters. They are read for half steps, and where rows have no float16 ones.
+    scale: Float32s
+    offset: Float32s
+    halves: npt.NDArray[np.uint16]  # uint16 (2, n): the bits of both as float16, for rows that have such
+    # uint8 (n,): the `ParameterType` of each row; 0 for rows that must be stored raw, whose codes mean nothing
+    kind: npt.NDArray[np.uint8]
+    codes: npt.NDArray[np.uint8]  # uint8 (n, bytes a row): packed codes
+    float16_rows: int = 0  # how many rows have float16 parameters
+
+    @classmethod
+    def for_codes(cls, codes: npt.NDArray[np.uint8]) -> QuantizedRows:
+        """Allocate the arrays of n rows, whose codes will be written to `codes`, (n, bytes a row)."""
+        count = len(codes)
+        scale, offset = np.empty(count, np.float32), np.empty(count, np.float32)
+        return cls(scale, offset, np.empty((2, count), np.uint16), np.empty(count, np.uint8), codes)
+
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """Return what kernels write to."""
+        return self.scale, self.offset, self.halves, self.kind, self.codes.reshape(-1)
+
+    def take(self, chosen: Mask | slice) -> QuantizedRows:
+        """Return some of the rows."""
+        parameters = self.scale[chosen], self.offset[chosen], self.halves[:, chosen]
+        return QuantizedRows(*parameters, self.kind[chosen], self.codes[chosen])
+
+    def stored(self, kind: ParameterType, is_symmetric: bool) -> npt.NDArray[Any]:
+        """Return the parameters as segments of a kind store them: scale and offset, or of symmetric rows half steps."""
+        dtype = PARAMETER_DTYPES[kind]
+        if is_symmetric:
+            return (self.scale * np.float32(0.5)).astype(dtype)[None]
+        if kind is ParameterType.FLOAT16:
+            return self.halves.view(np.float16).astype(dtype, copy=False)
+        return np.stack([self.scale, self.offset]).astype(dtype, copy=False)
 
 
 @dataclass(frozen=True)

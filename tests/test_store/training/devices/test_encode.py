@@ -25,8 +25,7 @@ from cnr_codecs.lattice import steps
 from cnr_codecs.lattice.floating import floating_codes
 from cnr_codecs.payload.coded import Grid
 from cnr_codecs.protocol import Rows, encode_chunks
-from cnr_codecs.uniform.quantized import QuantizedRows
-from cnr_codecs.uniform.uniform import SchemeName
+from cnr_codecs.uniform.uniform import QuantizedRows, SchemeName
 from cnr_store.training.devices import arithmetic
 from cnr_store.training.devices import encode as encoding
 from cnr_store.training.devices.encode import can_encode, encode, on_host

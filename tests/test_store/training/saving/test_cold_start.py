@@ -83,7 +83,7 @@ _DECODE = """
 import logging
 logging.basicConfig()
 from cnr_codecs import cache_folders, compile_decoding
-from cnr_codecs.kernels.dequantize import decode_float32
+from cnr_codecs.kernels.decode import decode_float32
 for _ in compile_decoding("float32"):
     pass
 print(*cache_folders())
