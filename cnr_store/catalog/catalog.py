@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
-from cnr_store.catalog.objects import SharedObjects, list_from_newest, list_ids, prove_parts, read_object
+from cnr_store.catalog.objects import list_ids, prove_parts, read_object
 from cnr_store.catalog.tags import list_tags, read_tag
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
@@ -35,6 +36,7 @@ Url = str | os.PathLike[str] | Store | Backend
 Version = str | int | VersionInfo
 READ_WORKERS = 16
 """Records that are read at once."""
+_MAX_LISTINGS = 50
 _MOST_LEARNT = 256
 _SHOWN = 5
 
@@ -53,13 +55,14 @@ class Catalog:
 
     `backend`: where the store is.
 
-    `shared`: where several ranks read together, what they share of the store's metadata; else None.
+    `shared`: where several ranks read together, the records, manifests and states that were read and proven, by key;
+    else None.
     `decoding`: bounds the threads that decode rows at once.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.shared: SharedObjects | None = None
+        self.shared: dict[str, bytes] | None = None
         # Of threads that decode. Each takes turns with the others at the interpreter many times a chunk: more of them
         # would spend their time on turns. Those beyond fetch meanwhile.
         self.decoding = threading.BoundedSemaphore(min(os.cpu_count() or 1, 4))
@@ -114,8 +117,27 @@ class Catalog:
         return sorted(list_ids(self.backend, layout.VERSIONS), reverse=True)
 
     def ids_from_newest(self) -> list[str]:
-        """Ids of attempts, newest first, from the newest committed version on; none if nothing was committed."""
-        return list_from_newest(self.ids, self.may_be_committed, self.backend.url)
+        """Ids of attempts, newest first, from the newest committed version on; none if nothing was committed.
+
+        A version is removed once a newer one is committed. So one that is removed between its listing and its read
+        tells of a newer one, which may be missing in the listing. Where ids without a record are listed before the
+        newest version, they are read once more, the smallest first. If still none has a record, and no greater id has
+        come, that version was the newest when the first of them was read.
+        """
+        ids = self.ids()
+        for _ in range(_MAX_LISTINGS):
+            committed = (number for number, version in enumerate(ids) if self.may_be_committed(version))
+            number = next(committed, len(ids))
+            if number == 0 or not ids:
+                return ids
+            came = any(map(self.may_be_committed, reversed(ids[:number])))
+            before, ids = ids, self.ids()
+            if not came and ids[:1] == before[:1]:
+                return before[number:]
+        raise VersionNotFoundError(
+            f"the versions of {self.backend.url} are removed faster than they can be read; try again, or pin the one "
+            "to be read"
+        )
 
     def may_be_committed(self, version: str) -> bool:
         """Whether a version was committed; True if its record is damaged."""
@@ -142,13 +164,13 @@ class Catalog:
         return record
 
     def _read(self, key: str, read: Callable[[str], bytes]) -> bytes:
-        found = None if self.shared is None else self.shared.objects.get(key)
+        found = None if self.shared is None else self.shared.get(key)
         return read(key) if found is None else found
 
     def _note(self, key: str, data: bytes) -> None:
         """Share an object, once it is proven: what is not may be read again."""
         if self.shared is not None:
-            self.shared.objects[key] = data
+            self.shared[key] = data
 
     def find_fold(self, version: str) -> Record | None:
         """The record of a version's fold, or None if it has none. Folds are listed once: see `look_for_folds`."""
@@ -170,17 +192,30 @@ class Catalog:
         self._manifests.clear()
         self._folded = None
         if self.shared is not None:
-            self.shared = SharedObjects()
+            self.shared = {}
 
     def pack(self, record: Record) -> bytes:
         """What was read here that the other ranks, too, need of a version."""
         assert self.shared is not None
-        return self.shared.pack(record, self._folded)
+        versions = {record.id, *record.needs}
+        chosen = {key: data for key, data in self.shared.items() if key.split("/")[1] in versions}
+        if record.key(layout.state_part(1)) not in chosen:  # each rank reads its own
+            chosen.pop(record.key(layout.state_part(0)), None)
+        folded = None if self._folded is None else sorted(versions.intersection(self._folded))
+        head = json.dumps(
+            {"folded": folded, "sizes": {key: len(data) for key, data in chosen.items()}}
+        ).encode()
+        return b"".join([len(head).to_bytes(8, "little"), head, *chosen.values()])
 
     def unpack(self, data: bytes) -> None:
         """Go by what another rank has packed; what it lacks is read."""
         self.refresh()
-        self.shared, self._folded = SharedObjects.unpack(data)
+        begin = 8 + int.from_bytes(data[:8], "little")
+        head, self.shared = json.loads(data[8:begin]), {}
+        for key, size in head["sizes"].items():
+            self.shared[key] = data[begin : begin + size]
+            begin += size
+        self._folded = None if head["folded"] is None else frozenset(head["folded"])
 
     def record(self, version: str) -> Record:
         """The record of a version that must exist. `VersionNotFoundError` if it was never committed."""

@@ -12,7 +12,6 @@ from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
 from cnr_store.catalog.catalog import Catalog, Version
 from cnr_store.catalog.fencing import Seen
-from cnr_store.catalog.objects import SharedObjects
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.salvage import SalvagedRows, merged, salvaged_document, salvaged_from
@@ -66,7 +65,7 @@ class Loader:
 
         `goes_on`: whether saves may follow.
         """
-        self.catalog.shared = SharedObjects() if self.group.world > 1 else None
+        self.catalog.shared = {} if self.group.world > 1 else None
         self.catalog.refresh()
         find = load_newest_sound if fallback else load_found
         seen = Seen()
