@@ -1,22 +1,15 @@
-"""Zarr metadata documents of the arrays in a version: made by zarr itself, and proven when they are read back."""
+"""Zarr metadata documents of the arrays in a version: as zarr itself makes them, and proven when they are read back."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from zarr.api.asynchronous import create_array
-from zarr.core.buffer import default_buffer_prototype
-from zarr.storage import MemoryStore
 
-from cnr_codecs import CodecConfigError, Compressors, array_dtype, fill_value
+from cnr_codecs import CodecConfigError, Compressors, array_dtype
 from cnr_store.errors import FormatError
 from cnr_store.format import validate
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES, MAX_CHUNKS_PER_SHARD, Grid
@@ -36,6 +29,8 @@ _CHUNK_KEYS: tuple[Doc, Doc] = (
     {"name": "default"},
     {"name": "default", "configuration": {"separator": "/"}},
 )
+_ZEROS: Mapping[str, Any] = {"b": False, "f": 0.0, "c": [0.0, 0.0]}
+"""Of numpy's kinds of types, as JSON; of the others it is 0."""
 _NUMBER_TYPES = {dtype.name: dtype for dtype in NUMBER_TYPES.values()}
 
 
@@ -76,62 +71,64 @@ def rows_document(
     `followers`: what follows the row codec. That is `cnr.rows` here, which reads the payloads of every other.
     """
     _check_limits(grid, array_dtype(element).itemsize, f"an array of shape {shape}")
-    fill = fill_value(element)
-    doc = _create(
-        shape=shape,
-        chunks=(grid.chunk_rows, grid.chunk_columns)[: len(shape)],
-        shards=(grid.shard_rows, grid.shard_columns)[: len(shape)],
-        dtype=array_dtype(element).str,
-        # Always the same object: no cache finds an argument that does not equal itself.
-        fill_value=math.nan if np.isnan(fill) else fill,
-        serializer=json.dumps({"name": _ROW_CODEC}),
-        compressors=json.dumps([*followers, _CHECKSUM]),
-        dimension_names=("row", "dim")[: len(shape)],
-    )
-    for name in ("attributes", "storage_transformers"):
-        assert not doc.pop(name)
-    doc["chunk_key_encoding"] = _CHUNK_KEYS[0]
-    if not followers:
-        chunk_shape = doc["codecs"][0]["configuration"]["chunk_shape"]
-        doc["codecs"] = [{"name": _ROW_CODEC, "configuration": {"chunk_shape": chunk_shape}}]
-    return doc
+    chunk: Doc = {"chunk_shape": [grid.chunk_rows, grid.chunk_columns][: len(shape)]}
+    codec: Doc = {"name": _ROW_CODEC, "configuration": chunk}
+    if followers:
+        codecs = [{"name": _ROW_CODEC, "configuration": {}}, *map(dict, followers), _CHECKSUM]
+        index = {"index_codecs": [_bytes_codec(2), _CHECKSUM], "index_location": "end"}
+        codec = {"name": "sharding_indexed", "configuration": {**chunk, "codecs": codecs, **index}}
+    return {
+        **_layout(shape, (grid.shard_rows, grid.shard_columns)[: len(shape)], array_dtype(element)),
+        "chunk_key_encoding": _CHUNK_KEYS[0],
+        "fill_value": _fill(array_dtype(element)),
+        "codecs": [codec],
+        "dimension_names": ["row", "dim"][: len(shape)],
+        "zarr_format": 3,
+        "node_type": "array",
+    }
 
 
 def plain_rows_document(shape: tuple[int, ...], dtype: np.dtype[Any], chunk_rows: int) -> Doc:
     """Metadata of the same array for any Zarr reader: unsharded, little-endian bytes."""
-    return _create(
-        shape=shape,
-        chunks=(chunk_rows, *shape[1:]),
-        shards=None,
-        dtype=dtype.str,
-        fill_value=math.nan if dtype.kind == "f" else 0,
-        serializer=json.dumps({"name": "bytes", "configuration": {"endian": "little"}}),
-        compressors="[]",
-        dimension_names=("row", "dim")[: len(shape)],
-    )
+    codecs, names = [_bytes_codec(dtype.itemsize)], ["row", "dim"][: len(shape)]
+    return _plain(_layout(shape, (chunk_rows, *shape[1:]), dtype), _fill(dtype), codecs, {}, names)
 
 
 def dense_document(grid: DenseGrid, name: str, torch_dtype: str | None = None) -> Doc:
     """Metadata of a dense array: plain bytes and crc32c. Its dimensions are named after the array, so that
     arrays of different lengths stand in one group without conflict."""
-    doc = _create(
-        shape=grid.shape,
-        chunks=grid.chunk,
-        shards=None,
-        dtype=grid.dtype.str,
-        fill_value=0,
-        serializer=json.dumps(
-            {"name": "bytes", "configuration": {"endian": "little"}}
-            if grid.dtype.itemsize > 1
-            else {"name": "bytes"}
-        ),
-        compressors=json.dumps([{"name": "crc32c"}]),
-    )
-    # Set afterwards, so that arrays that are cut alike share one document made by zarr.
-    doc["dimension_names"] = [f"{name}.{i}" for i in range(len(grid.shape))]
-    if torch_dtype is not None:
-        doc["attributes"] = {"torch_dtype": torch_dtype}
-    return doc
+    codecs, zero = [_bytes_codec(grid.dtype.itemsize), _CHECKSUM], _ZEROS.get(grid.dtype.kind, 0)
+    attributes = {} if torch_dtype is None else {"torch_dtype": torch_dtype}
+    names = [f"{name}.{i}" for i in range(len(grid.shape))]
+    return _plain(_layout(grid.shape, grid.chunk, grid.dtype), zero, codecs, attributes, names)
+
+
+def _layout(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype[Any]) -> Doc:
+    chunks = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
+    return {"shape": list(shape), "data_type": dtype.name, "chunk_grid": chunks}
+
+
+def _plain(layout: Doc, fill: object, codecs: list[Doc], attributes: Doc, names: list[str]) -> Doc:
+    return {
+        **layout,
+        "chunk_key_encoding": _CHUNK_KEYS[1],
+        "fill_value": fill,
+        "codecs": codecs,
+        "attributes": attributes,
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+        "dimension_names": names,
+    }
+
+
+def _fill(dtype: np.dtype[Any]) -> object:
+    """What rows have that are not there, as JSON: NaN, 0 or False."""
+    return "NaN" if dtype.kind == "f" else _ZEROS.get(dtype.kind, 0)
+
+
+def _bytes_codec(itemsize: int) -> Doc:
+    return {"name": "bytes", "configuration": {"endian": "little"}} if itemsize > 1 else {"name": "bytes"}
 
 
 def dense_grid(shape: tuple[int, ...], dtype: np.dtype[Any]) -> DenseGrid:
@@ -158,28 +155,6 @@ def add_node(nodes: dict[str, Doc], path: str, doc: Doc) -> None:
 def document_bytes(doc: Doc) -> bytes:
     """A metadata document as it is stored."""
     return dumps(doc)
-
-
-def _create(**arguments: Any) -> Doc:
-    doc: Doc = json.loads(_created(**arguments))
-    return doc
-
-
-@functools.lru_cache(maxsize=4096)
-def _created(serializer: str, compressors: str, **arguments: Any) -> bytes:
-    """The document that zarr makes for an array, in memory. Cached, because most arrays of a version look alike."""
-
-    async def make() -> bytes:
-        store = MemoryStore()
-        codecs = {"serializer": json.loads(serializer), "compressors": json.loads(compressors)}
-        await create_array(store, name="a", **codecs, **arguments)
-        stored = await store.get("a/zarr.json", default_buffer_prototype())
-        assert stored is not None  # zarr has just written it
-        return stored.to_bytes()
-
-    # In a loop of its own, because the caller may run in zarr's loop, which would wait for itself.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, make()).result()
 
 
 def parse_rows_document(doc: Doc, what: str) -> tuple[tuple[int, ...], Grid]:

@@ -294,7 +294,7 @@ def _zarr_codec(config: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in config.items() if name != "id"}
     if config["id"] == "blosc":
         # numcodecs' automatic shuffle (-1) shuffles bits where items are single bytes, as in a payload.
-        options |= {"shuffle": _BLOSC_SHUFFLES[config["shuffle"]], "typesize": 1}
+        options = {"typesize": 1, **options, "shuffle": _BLOSC_SHUFFLES[config["shuffle"]]}
     return {"name": _ZARR_NAMES[config["id"]], "configuration": options}
 
 
