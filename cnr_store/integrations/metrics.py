@@ -17,15 +17,9 @@ _SPREAD: dict[str, tuple[str, Sequence[float]]] = {
     "seconds_writing": ("s", _SECONDS),
 }
 """Units and bounds of the others, of which each save has one that matters by itself."""
-_FIGURES = {
-    "bytes": "bytes",
-    "rows": "rows",
-    "share_of_full": "ratio",
-    "fold_bytes": "fold_bytes",
-    "seconds_stalled": "seconds_stalled",
-    "seconds_writing": "seconds_writing",
-}
-"""Attributes of `SaveStats`, by the names that figures have."""
+_FIGURES = ("bytes", "rows", "share_of_full", "fold_bytes", "seconds_stalled", "seconds_writing")
+_ATTRIBUTES = {"share_of_full": "ratio"}
+"""What `SaveStats` calls figures, where the names differ."""
 
 
 def log_to(writer: Any, prefix: str = "checkpoint/") -> Callable[[PendingSave], None]:
@@ -98,5 +92,5 @@ def figures(pending: PendingSave, prefix: str = "checkpoint/") -> dict[str, floa
     stats = pending.stats
     if stats is None:
         return {f"{prefix}failed": 1.0}
-    found = {name: float(getattr(stats, attribute)) for name, attribute in _FIGURES.items()}
+    found = {name: float(getattr(stats, _ATTRIBUTES.get(name, name))) for name in _FIGURES}
     return {f"{prefix}{name}": value for name, value in (found | {"failed": 0.0}).items()}

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -242,69 +242,45 @@ def simulate(
     )
     if max_chain is not None:
         max_chain = integer("max_chain", max_chain, minimum=1)
-    costs = Costs(keep_last, restores_per_save).limited(max_chain)
-    return list(_Run(trace, row_bytes, delta_row_bytes, fixed_bytes, costs, max_chain).saves(policy))
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One simulation."""
-
-    trace: Trace
-    row_bytes: float
-    delta_row_bytes: float
-    fixed_bytes: int
-    costs: Costs
-    max_chain: int | None
-    # written, folds: bytes that each save up to now wrote, and those of its fold
-    written: list[int] = field(default_factory=list)
-    folds: list[int] = field(default_factory=list)
-    chains: list[tuple[int, ...]] = field(default_factory=list)  # the saves that restoring each of them reads
-
-    def saves(self, policy: str) -> Iterator[SimulatedSave]:
-        name, baseline = check_policy(policy), 0
-        past: Past | None = None
-        for save in range(self.trace.saves):
-            changed = self.trace.changed[save]
-            sizes = (self._size(int(changed[since]), self.delta_row_bytes) for since in (baseline, save - 1))
-            offer = Offer(*sizes) if save else None
-            decision = decide(name, past, offer=offer, costs=self.costs)
-            if decision.full or offer is None:
-                nbytes = self._size(self.trace.rows, self.row_bytes)
-                baseline, past = save, Past.of(nbytes)
-                self.chains.append((save,))
-            else:
-                consecutive = decision.since == "previous"
-                nbytes = offer.previous_bytes if consecutive else offer.baseline_bytes
-                self.chains.append((*self.chains[save - 1 if consecutive else baseline], save))
-                past = past_after(asdict(decision), nbytes)
-            self.written.append(nbytes)
-            folds = self.max_chain is not None and len(self.chains[save]) > self.max_chain
-            self.folds.append(round(self.row_bytes * self.trace.rows) if folds else 0)
-            yield self._report(save, decision)
-            if folds:
-                baseline, past = save, past.with_fold(self.folds[save], newest=True)
-                self.chains[save] = (save,)
-
-    def _size(self, rows: int, row_bytes: float) -> int:
-        return self.fixed_bytes + round(row_bytes * rows)
-
-    def _report(self, save: int, decision: Decision) -> SimulatedSave:
-        chain = self.chains[save]
-        kept = self.chains if self.costs.keep_last is None else self.chains[-self.costs.keep_last :]
-        return SimulatedSave(
-            save=save,
-            decision=decision,
-            bytes=self.written[save],
-            written_bytes=sum(self.written) + sum(self.folds),
-            kept_bytes=self._bytes(set().union(*kept)),
-            chain=len(chain),
-            restore_bytes=self._bytes({save} if self.folds[save] else chain),
-            fold_bytes=self.folds[save],
+    costs, name = Costs(keep_last, restores_per_save).limited(max_chain), check_policy(policy)
+    found: list[SimulatedSave] = []
+    written: list[int] = []  # by each save up to now, with its fold
+    chains: list[tuple[int, ...]] = []  # the saves that restoring each of them reads
+    baseline, past = 0, None
+    for save, changed in enumerate(trace.changed):
+        sizes = (fixed_bytes + round(delta_row_bytes * int(changed[since])) for since in (baseline, save - 1))
+        offer = Offer(*sizes) if save else None
+        decision = decide(name, past, offer=offer, costs=costs)
+        if decision.full or offer is None:
+            nbytes = fixed_bytes + round(row_bytes * trace.rows)
+            baseline, past = save, Past.of(nbytes)
+            chains.append((save,))
+        else:
+            consecutive = decision.since == "previous"
+            nbytes = offer.previous_bytes if consecutive else offer.baseline_bytes
+            chains.append((*chains[save - 1 if consecutive else baseline], save))
+            past = past_after(asdict(decision), nbytes)
+        chain = chains[save]
+        folds = max_chain is not None and len(chain) > max_chain
+        fold_bytes = round(row_bytes * trace.rows) if folds else 0
+        written.append(nbytes + fold_bytes)
+        kept = set().union(*(chains if keep_last is None else chains[-keep_last:]))
+        found.append(
+            SimulatedSave(
+                save=save,
+                decision=decision,
+                bytes=nbytes,
+                written_bytes=sum(written),
+                kept_bytes=sum(written[each] for each in kept),
+                chain=len(chain),
+                restore_bytes=sum(written[each] for each in ((save,) if fold_bytes else chain)),
+                fold_bytes=fold_bytes,
+            )
         )
-
-    def _bytes(self, saves: Iterable[int]) -> int:
-        return sum(self.written[save] + self.folds[save] for save in saves)
+        if folds:
+            baseline, past = save, past.with_fold(fold_bytes, newest=True)
+            chains[save] = (save,)
+    return found
 
 
 @dataclass(frozen=True)

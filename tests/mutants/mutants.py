@@ -560,8 +560,8 @@ MUTANTS = [
     Mutant(
         "a fold holds no relative rows",
         f"{CODECS}/payload/moving.py",
-        "pending)\n            continue",
-        "pending)",
+        "if not takes_relative(payload, segment, need, first_row, pending)",
+        "if takes_relative(payload, segment, need, first_row, pending) is not None",
         f"{GRIDS} {STORE}/chains/test_relative.py",
     ),
     Mutant(

@@ -13,7 +13,7 @@ from cnr_codecs.errors import ParentError, PayloadError, RowsError
 from cnr_codecs.kernels import decode as kernels
 from cnr_codecs.kernels.decode import decode_float16, decode_float32, scratch_for
 from cnr_codecs.kernels.pack import codes_apart
-from cnr_codecs.payload.lattice import add_relative, check_not_wanted, decode_lattice
+from cnr_codecs.payload.lattice import decode_lattice, takes_relative
 from cnr_codecs.payload.payload import CODED, ParameterType, Payload, Scheme, Segment
 from cnr_codecs.payload.pending import Need, Pending, Target
 from cnr_codecs.payload.rowset import RowSetKind, rows_of
@@ -106,14 +106,8 @@ def _target(payload: Payload, out: npt.NDArray[Any], need: Need, first_row: int)
 
 
 def _decode_segment(payload: Payload, segment: Segment, target: Target) -> int:
-    if segment.scheme is Scheme.RELATIVE:
-        if target.pending is None:
-            check_not_wanted(segment, target.need, target.first_row)
-        else:
-            add_relative(payload, segment, target.need, target.first_row, target.pending)
+    if takes_relative(payload, segment, target.need, target.first_row, target.pending):
         return 0
-    if target.pending is not None and segment.scheme is not Scheme.LATTICE:
-        target.pending.check_none(segment.row_set, target.need, target.first_row)
     if segment.scheme is Scheme.ABSENT:
         return _fill(payload, segment, target)
     if segment.scheme is Scheme.RAW:

@@ -18,7 +18,7 @@ from cnr_codecs.payload.coded import (
     checksum,
     grid_values,
 )
-from cnr_codecs.payload.payload import Payload, Segment
+from cnr_codecs.payload.payload import Payload, Scheme, Segment
 from cnr_codecs.payload.pending import Integers, Need, Pending, RowNumbers, Target
 
 
@@ -42,28 +42,34 @@ def decode_lattice(payload: Payload, segment: Segment, target: Target) -> int:
     return written
 
 
-def add_relative(payload: Payload, segment: Segment, need: Need, first_row: int, pending: Pending) -> None:
-    """Add the wanted rows of a relative segment to what is pending, and mark them.
+def takes_relative(
+    payload: Payload, segment: Segment, need: Need, first_row: int, pending: Pending | None
+) -> bool:
+    """Add the wanted rows of a segment to what is pending, and mark them, if it is relative. Whether it is.
 
-    `need`, `first_row`: as for `decode_into`.
+    `PayloadError` if they have nothing beneath, or if rows are pending that the segment has no integers of.
+
+    `need`, `first_row`, `pending`: as for `decode_into`.
     """
+    if segment.scheme is not Scheme.RELATIVE:
+        if pending is not None and segment.scheme is not Scheme.LATTICE:
+            pending.check_none(segment.row_set, need, first_row)
+        return False
     assert segment.coded is not None
+    if pending is None:
+        if any(need[places].any() for _, places in segment.row_set.placed(first_row, len(need))):
+            raise PayloadError(
+                f"{segment.row_set.count} of its rows are relative to those of an older version, which a payload alone "
+                "doesn't have; read the version through cnr_store.view or cnr_store.open"
+            )
+        return True
     if payload.dim != pending.sums.shape[1]:
         raise PayloadError("it has rows relative to older ones, and not all of their columns")
     pending.expect(segment, need, first_row)
     for codes, rows in _wanted(segment, segment.coded, need, first_row, MAX_DIFFERENCE):
         if codes is not None:
             pending.add(codes, rows, need, first_row, segment.grid)
-
-
-def check_not_wanted(segment: Segment, need: Need, first_row: int) -> None:
-    """Check that none of the rows of a relative segment is wanted, where nothing older can be read."""
-    for _, places in segment.row_set.placed(first_row, len(need)):
-        if need[places].any():
-            raise PayloadError(
-                f"{segment.row_set.count} of its rows are relative to those of an older version, which a payload alone "
-                "doesn't have; read the version through cnr_store.view or cnr_store.open"
-            )
+    return True
 
 
 def _wanted(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs.errors import RowsError
-from cnr_codecs.payload.lattice import add_relative, check_not_wanted
+from cnr_codecs.payload.lattice import takes_relative
 from cnr_codecs.payload.payload import PARAMETERS_PER_ROW, Payload, Scheme, Segment
 from cnr_codecs.payload.pending import Pending
 from cnr_codecs.payload.rowset import RowSet
@@ -54,17 +54,11 @@ def take_rows(
     """
     if need.ndim != 1 or need.dtype != np.uint8 or not need.flags.writeable:
         raise RowsError(f"need must be writable uint8 (rows,); got {need.dtype} {need.shape}")
-    taken = []
-    for segment in payload.segments:
-        if segment.scheme is Scheme.RELATIVE:
-            if pending is None:
-                check_not_wanted(segment, need, first_row)
-            else:
-                add_relative(payload, segment, need, first_row, pending)
-            continue
-        if pending is not None and segment.scheme is not Scheme.LATTICE:
-            pending.check_none(segment.row_set, need, first_row)
-        taken.append(_take(segment, need, first_row, pending))
+    taken = [
+        _take(segment, need, first_row, pending)
+        for segment in payload.segments
+        if not takes_relative(payload, segment, need, first_row, pending)
+    ]
     return [segment for segment in taken if segment is not None]
 
 

@@ -106,7 +106,7 @@ class RowSet:
         """The same rows as gaps, if these are smaller."""
         if self.kind is RowSetKind.PREFIX:
             return self
-        frame = np.frombuffer(compress(_gaps(self._blocks())), np.uint8)
+        frame = np.frombuffer(compress(_gaps(rows for _, rows in self.blocks())), np.uint8)
         return self if frame.nbytes >= self.data.nbytes else replace(self, kind=RowSetKind.GAPS, data=frame)
 
     @property
@@ -132,10 +132,7 @@ class RowSet:
 
     def blocks(self) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """Yield (rows before this block, the block's rows as uint32). Blocks have a bounded number of rows."""
-        done = 0
-        for block in self._blocks():
-            yield done, block
-            done += len(block)
+        return self.within(0, self.rows)
 
     def within(self, first: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
         """As `blocks`, but at least the rows `first` to `stop`, and few others where the kind allows."""
@@ -149,7 +146,9 @@ class RowSet:
                 yield done, rows + np.uint32(first * 8)
                 done += len(rows)
         elif self.kind is RowSetKind.PREFIX:
-            yield from self.blocks()
+            stop = min(stop, self.count)
+            for start in range(first, stop, BLOCK_ROWS):
+                yield start, np.arange(start, min(start + BLOCK_ROWS, stop), dtype=np.uint32)
         else:
             listed = self._listed
             # Of the same type: another one would make a copy of all offsets first. The chunk may have rows beyond it.
@@ -160,21 +159,10 @@ class RowSet:
 
     def placed(self, first_row: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """Yield (rows before these, places) of a block's rows from `first_row` on, of which there are `count`."""
-        for start, rows in self.blocks():
+        for start, rows in self.within(first_row, first_row + count):
             places = rows.astype(np.int64) - first_row
             begin, end = np.searchsorted(places, (0, count)).tolist()
             yield start + begin, places[begin:end]
-
-    def _blocks(self) -> Iterator[npt.NDArray[np.uint32]]:
-        if self.kind is RowSetKind.BITMAP:
-            yield from _bitmap_rows(self.data)
-            return
-        for start in range(0, self.count, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, self.count)
-            if self.kind is RowSetKind.PREFIX:
-                yield np.arange(start, stop, dtype=np.uint32)
-            else:
-                yield self._listed[start:stop].astype(np.uint32)
 
 
 def _bitmap_rows(data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint32]]:
