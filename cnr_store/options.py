@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial, wraps
-from typing import Any, Literal, ParamSpec, TypeVar, dataclass_transform, get_args
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, dataclass_transform, get_args
 
 from cnr_store.errors import OptionError
 from cnr_store.policies.checks import integer, number
@@ -38,8 +38,6 @@ def own_keywords(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Refuse keywords that neither a function has nor what it `passes_to`, and name what is right.
 
-    Of a function that takes ``**storage_options``, these are only keywords that are misspelled, or stand in a group.
-
     `also`: further keywords that it takes.
     """
 
@@ -49,13 +47,12 @@ def own_keywords(
         known = {name for name, one in given.items() if one.kind is not one.VAR_KEYWORD}.union(also) - {
             "self"
         }
-        takes_others = "storage_options" in given.keys() - known
         name = function.__qualname__.removesuffix(".__init__")
 
         @wraps(function)
         def checked(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
             for each in named.keys() - known:
-                _refuse(name, each, named[each], known, takes_others)
+                _refuse(name, each, named[each], known)
             return function(*arguments, **named)
 
         return checked
@@ -63,17 +60,15 @@ def own_keywords(
     return decorate
 
 
-def _refuse(function: str, name: str, value: object, known: set[str], takes_others: bool) -> None:
-    """Raise the `OptionError` of a keyword that a function does not have, unless it `takes_others` and this is one."""
+def _refuse(function: str, name: str, value: object, known: set[str]) -> NoReturn:
+    """Raise the `OptionError` of a keyword that a function does not have."""
     groups = known.intersection(_PLACES.values()) or _PLACES.values()
     places = {option: group for option, group in _PLACES.items() if group in groups and option not in known}
-    near = difflib.get_close_matches(name, sorted({*known, *places}), 1, 0.8 if takes_others else 0.6)
+    near = difflib.get_close_matches(name, sorted({*known, *places}), 1)
     if name in places:
         right = f": give {_as_code(name, places[name], value)}"
     elif near:
         right = f": did you mean {_as_code(near[0], places.get(near[0]))}?"
-    elif takes_others:
-        return
     else:
         right = f"; it has {', '.join(sorted(known))}"
     raise OptionError(f"{function} has no option {name}{right}")
