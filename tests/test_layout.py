@@ -38,10 +38,7 @@ HIDDEN = {
 """Imports that stand in a function, with the extra of cnr-store whose packages they need."""
 NAMED = {
     "cnr_backends.testing -> cnr_backends.testing.conformance": "pytest rewrites its asserts",
-    **{
-        f"cnr_store.training.distributed.torchrec_door -> cnr_store.training.distributed.{name}": "TorchRec's alone"
-        for name in ("torchrec", "torchrec_lookups", "torchrec_optimizers")
-    },
+    "cnr_store.training.distributed.torchrec_door -> cnr_store.training.distributed.torchrec": "TorchRec's alone",
 }
 """Modules that a string names, with the reason."""
 LAZY = "cnr_store"

@@ -17,8 +17,7 @@ _DISTRIBUTED = "cnr_store.training.distributed"
 RIM = {
     "frameworks": ["cnr_store.integrations", "lightning", "pytorch_lightning", "accelerate"],
     "torchrec": [
-        *(f"{_DISTRIBUTED}.{name}" for name in ("torchrec", "torchrec_lookups", "torchrec_optimizers")),
-        f"{_DISTRIBUTED}.fused_optimizers",
+        f"{_DISTRIBUTED}.torchrec",
         "torchrec",
         "fbgemm_gpu",
     ],

@@ -1,4 +1,4 @@
-"""What each rank has of a state dict that is saved, and where in a version its tensors go.
+"""What each rank has of a state dict that is saved, where in a version its tensors go, and what is written of them.
 
 Every rank tells what its plan holds: a plan that came from a planner's cache is as good as a new one. Each rank then
 computes the same from what all said.
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from cnr_codecs import array_dtype
+from cnr_codecs import RowCodec, array_dtype
 from cnr_store.errors import SaveError, StateError, UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import dense_path, table_name, weight_path
@@ -26,7 +27,9 @@ from cnr_store.ranks.group import Document
 from cnr_store.ranks.owners import split_by_size
 from cnr_store.ranks.placement import Piece, Placement
 from cnr_store.training.model.object_state import tensor_leaf
-from cnr_store.training.model.tensors import dtype_name, dtype_named
+from cnr_store.training.model.tensors import AnyArray, dense_numpy, dtype_name, dtype_named, numpy_view
+from cnr_store.writing.plan import DenseWrite, Held, RowsWrite
+from cnr_store.writing.team import Team
 
 ROWS_BYTES = 16 << 10
 """Smaller tensors are dense, unless a pattern names them."""
@@ -273,3 +276,115 @@ def beside_arrays(documents: Sequence[Document]) -> Iterator[tuple[int, str, Seq
     for rank, doc in enumerate(documents):
         for path, (shape, dtype, torch_dtype) in doc["beside"].items():
             yield rank, path, shape, dtype, torch_dtype
+
+
+def gather_split(placed: Sequence[PlacedTensor], local: LocalItems, team: Team) -> dict[str, torch.Tensor]:
+    """Put the split tensors together that this rank owns. All ranks call it at once.
+
+    Returns: By name, tensors on the CPU.
+    """
+    apart = sorted(
+        (tensor for tensor in placed if tensor.owner >= 0 and tensor.is_split), key=lambda tensor: tensor.name
+    )
+    if not apart:
+        return {}
+    messages: dict[int, list[AnyArray]] = {}
+    expected: set[int] = set()
+    for tensor in apart:
+        for box in tensor.boxes:
+            if box.rank == team.rank:
+                held = local.tensors[tensor.name][1]
+                part = next(part for begin, part in held if [*begin] == [*box.offsets] and part.numel())
+                messages.setdefault(tensor.owner, []).append(dense_numpy(part)[0].reshape(-1))
+            if tensor.owner == team.rank:
+                expected.add(box.rank)
+    received = team.exchange(messages, expected)
+    return _assembled([tensor for tensor in apart if tensor.owner == team.rank], received)
+
+
+def _assembled(owned: Sequence[PlacedTensor], received: Mapping[int, memoryview]) -> dict[str, torch.Tensor]:
+    """The tensors, from one message of each rank that holds a part of any: its parts in the same order."""
+    used = dict.fromkeys(received, 0)
+    whole = {}
+    for tensor in owned:
+        dtype = dtype_named(tensor.element)
+        out = whole[tensor.name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        for box in tensor.boxes:
+            part = torch.empty(box.sizes, dtype=dtype, device="cpu")
+            flat = numpy_view(part.reshape(-1)).view("u1")
+            begin, end = used[box.rank], used[box.rank] + flat.nbytes
+            if end > len(received[box.rank]):
+                raise SaveError(f"rank {box.rank} sent too few bytes of {tensor.name}")
+            flat[:] = received[box.rank][begin:end]
+            used[box.rank] = end
+            out[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = part
+    return whole
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows of a tensor of the state dict, from the parts of its columns side by side. They are read when encoded."""
+
+    parts: Sequence[torch.Tensor]
+    element: str
+
+    def block(self, begin: int, end: int) -> AnyArray:
+        out = np.empty((end - begin, sum(part.shape[1] for part in self.parts)), array_dtype(self.element))
+        target, column = torch.from_numpy(out), 0
+        for part in self.parts:
+            target[:, column : column + part.shape[1]] = part[begin:end]
+            column += part.shape[1]
+        return out
+
+
+def rows_write(
+    tensor: PlacedTensor, local: LocalItems, whole: Mapping[str, torch.Tensor], team: Team, codec: RowCodec
+) -> RowsWrite:
+    """An array of rows to write, of which this rank may have all, some or none."""
+    parts: list[tuple[int, int, torch.Tensor]] = []
+    if tensor.name in whole:
+        parts = [(0, 0, whole[tensor.name])]
+    elif tensor.owner in (-1, team.rank) and tensor.name in local.tensors:
+        parts = [
+            (offsets[0], (*offsets, 0)[1], part)
+            for offsets, part in local.tensors[tensor.name][1]
+            if part.numel()
+        ]
+    columns = sorted(
+        ((column, first, part if part.ndim == 2 else part[:, None]) for first, column, part in parts),
+        key=lambda each: each[0],
+    )
+    held = None
+    if team.world > 1:
+        assert tensor.placement is not None  # that of every array of rows is known
+        first_row, rows = (columns[0][1], len(columns[0][2])) if columns else (0, 0)
+        spans = tuple((column, part.shape[1]) for column, _, part in columns)
+        held = Held(first_row, rows, spans, tensor.placement, None)
+    return RowsWrite(
+        path=tensor.path,
+        shape=tensor.rows_shape,
+        element=tensor.element,
+        base=None,
+        ids=None,
+        source=TensorRows([part for _, _, part in columns], tensor.element),
+        codec=codec,
+        held=held,
+    )
+
+
+def dense_write(
+    tensor: PlacedTensor, local: LocalItems, whole: Mapping[str, torch.Tensor], rank: int
+) -> DenseWrite:
+    """A dense array to write, on the rank that has it."""
+    if tensor.owner == rank and 0 not in tensor.shape:
+        values = whole[tensor.name] if tensor.name in whole else local.tensors[tensor.name][1][0][1]
+        return DenseWrite(tensor.path, *dense_numpy(values))
+    empty, torch_dtype = dense_numpy(torch.empty(0, dtype=dtype_named(tensor.element), device="cpu"))
+    return DenseWrite(
+        tensor.path, placeholder(tensor.shape, empty.dtype), torch_dtype, is_here=tensor.owner == rank
+    )
+
+
+def placeholder(shape: Sequence[int], dtype: np.dtype[Any]) -> AnyArray:
+    """An array of a shape and type that takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))

@@ -25,14 +25,15 @@ from cnr_store.dcp.boxes import (
     LocalItems,
     PlacedTensor,
     beside_arrays,
+    dense_write,
+    gather_split,
     local_items,
     merged_values,
     place_tensors,
+    placeholder,
+    rows_write,
 )
 from cnr_store.dcp.contents import Contents, StoredTensor
-from cnr_store.dcp.gathering import gather_split
-from cnr_store.dcp.named_step import NamedStep
-from cnr_store.dcp.writes import dense_write, placeholder, rows_write
 from cnr_store.errors import OptionError, SaveError
 from cnr_store.format.layout import table_name
 from cnr_store.format.record import Record
@@ -356,3 +357,18 @@ class Writer(StorageWriter):
         if not match_pattern(self._tables, name) or tensor.element not in QUANTIZABLE:
             return LosslessRows()
         return self._codecs.codec_for(name, tensor.nbytes)
+
+
+class NamedStep(threading.local):
+    """The step that a `checkpoint_id` names.
+
+    DCP makes all calls of a save in one thread, so another save that is called for meanwhile does not change its step.
+    """
+
+    # next, now: of the save that begins next, and of the one that has begun. None if none was named.
+    next: int | None = None
+    now: int | None = None
+
+    def begin(self) -> None:
+        """Take the step for a save, and for no later one, whatever becomes of it."""
+        self.now, self.next = self.next, None

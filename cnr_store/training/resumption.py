@@ -1,12 +1,19 @@
-"""Loads versions into a model that is being trained, so that its next save continues them."""
+"""Loads versions into a model that is being trained, so that its next save continues them.
+
+First the load of one version, then that of many ranks together, and the choice of another version where one was removed
+or is damaged.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from cnr_backends import BackendError, Transfer
 from cnr_store.catalog import claims, fencing
@@ -15,11 +22,19 @@ from cnr_store.catalog.fencing import Seen
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.chains.array_reader import READ_WORKERS
 from cnr_store.chains.salvage import SalvagedRows, merged, salvaged_document, salvaged_from
-from cnr_store.errors import CorruptionError, OptionError, VersionNotFoundError
+from cnr_store.errors import (
+    CheckpointError,
+    CorruptionError,
+    FormatError,
+    ModelMismatchError,
+    OptionError,
+    RanksError,
+    VersionNotFoundError,
+    listed,
+)
+from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Document, Group
-from cnr_store.training.loading.fallback import load_found, load_newest_sound
-from cnr_store.training.loading.joint_load import load_jointly, on_all, on_first_then_all
 from cnr_store.training.loading.load_result import Restored, warn_salvaged
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
@@ -33,9 +48,11 @@ from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage, spent_once_restored
 from cnr_store.writing.patience import PatientBackend
 from cnr_store.writing.steps import lattice_of
+from cnr_store.writing.team import error_document, error_from
 
 log = logging.getLogger("cnr_store")
 
+T = TypeVar("T")
 _Scales = dict[str, tuple[int, float]]
 
 
@@ -232,3 +249,257 @@ def _merge_ends(documents: list[Document]) -> Document:
         "salvaged": {name: salvaged_document(rows) for name, rows in salvaged.items() if rows is not None},
         "scales": {path: total / max(counts[path], 1) for path, total in scales.items()},
     }
+
+
+PIECE_BYTES = 8 << 20
+"""Sent at once: a large store's metadata takes long, and a rank is waited for as long as it makes progress."""
+Attempt = Callable[[Record], Restored]
+JointAttempt = Callable[[Callable[[], Record]], Restored]
+
+
+def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[], int]) -> T:
+    """Do something on all ranks, which fails on all if it fails on one.
+
+    `progress`: gives another number whenever something was done: the other ranks wait as long as that goes on.
+    """
+    if group.world == 1:
+        return work()
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        with group.working(phase, progress):
+            result = work()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        failure = error
+    except BaseException as error:  # an interrupt
+        group.refuse(phase, type(error).__name__)
+        raise
+    found = group.decide(phase, {} if failure is None else error_document(failure), _first_error)
+    if failure is not None:
+        raise failure
+    if found:
+        raise error_from({**found, "text": f"{phase}: {found['text']}"}, RanksError)
+    return result  # type: ignore[return-value]  # there was no failure
+
+
+def on_first_then_all(
+    group: Group,
+    phase: str,
+    work: Callable[[], T],
+    progress: Callable[[], int],
+    pack: Callable[[T], bytes],
+    unpack: Callable[[bytes], None],
+) -> T:
+    """Do something on the first rank, then on the others with what that one has read, as `on_all` does.
+
+    `pack`: what the first rank has read, for `unpack` of the others.
+    """
+    if group.world == 1:
+        return work()
+    first = on_all(group, phase, lambda: [work()] if group.rank == 0 else [], progress)
+
+    def follow() -> T:
+        data = _broadcast(group, lambda: pack(first[0]))
+        if group.rank == 0:
+            return first[0]
+        unpack(data)
+        return work()
+
+    return on_all(group, phase, follow, progress)
+
+
+def _broadcast(group: Group, pack: Callable[[], bytes]) -> bytes:
+    """What rank 0 packs, on all ranks, right after a decision."""
+    try:
+        data = pack() if group.rank == 0 else b""
+        head = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        told = json.loads(group.broadcast(json.dumps(head).encode() if group.rank == 0 else None))
+        pieces = [
+            group.broadcast(data[begin : begin + PIECE_BYTES] if group.rank == 0 else None)
+            for begin in range(0, told["bytes"], PIECE_BYTES)
+        ]
+    except BaseException as error:
+        if not isinstance(error, RanksError):  # the others may wait for this rank
+            group.break_off()
+        raise
+    data = data or b"".join(pieces)
+    if hashlib.sha256(data).hexdigest() != told["sha256"]:
+        raise RanksError(f"rank {group.rank} got other bytes than rank 0 sent: load again")
+    return data
+
+
+def _first_error(documents: list[Document]) -> Document:
+    failed = ((rank, doc) for rank, doc in enumerate(documents) if "error" in doc)
+    return next(({**doc, "text": f"rank {rank}: {doc['text']}"} for rank, doc in failed), {})
+
+
+def load_jointly(
+    group: Group,
+    choose: Callable[[Attempt], Restored],
+    attempt: JointAttempt,
+    find: Callable[[str], Record],
+) -> Restored:
+    """Load on all ranks what the first one chooses.
+
+    `choose`: calls what it is given for the versions that it tries. Only the first rank runs it.
+    `attempt`: loads one version, together with the other ranks. Gets a function that finds its record, which may fail.
+    `find`: the record of a version by its id.
+    """
+    if group.world == 1:
+        return choose(lambda record: attempt(lambda: record))
+    if group.rank > 0:
+        return _follow(group, attempt, find)
+
+    def try_together(record: Record) -> Restored:
+        _tell(group, {"try": record.id})
+        return attempt(lambda: record)
+
+    try:
+        restored = choose(try_together)
+    except Exception as error:
+        _tell(group, error_document(error))
+        raise
+    except BaseException as error:  # an interrupt
+        group.refuse("load", type(error).__name__)
+        raise
+    _tell(group, {"skipped": [list(each) for each in restored.skipped]})
+    return restored
+
+
+def _follow(group: Group, attempt: JointAttempt, find: Callable[[str], Record]) -> Restored:
+    restored: Restored | None = None
+    failure: Exception | None = None
+    while "try" in (told := _tell(group, {})):
+        restored, failure = None, None
+        try:
+            restored = attempt(partial(find, str(told["try"])))
+        except Exception as error:  # noqa: BLE001 - the first rank has heard of it, and decides what is tried next
+            failure = error
+        except BaseException as error:  # an interrupt: the first rank comes to its next decision
+            group.refuse("load", type(error).__name__)
+            raise
+    if failure is not None and not isinstance(failure, CheckpointError):
+        raise failure  # the storage's, say, which the others only heard of
+    if "error" in told or restored is None:
+        raise error_from(told, RanksError)
+    return restored
+
+
+def _tell(group: Group, said: Document) -> Document:
+    """What the first rank says."""
+    return group.decide("load", said, lambda documents: documents[0])
+
+
+_MAX_LISTINGS = 5
+Look = Callable[[], None]
+
+
+def load_newest_sound(catalog: Catalog, version: Version, load: Attempt, look: Look) -> Restored:
+    """Load a version, or the newest one before it that is not damaged, and log what was skipped.
+
+    No version is verified before it is loaded: a load proves whatever it reads, so verifying would read everything
+    twice. A load that fails half way has overwritten a part of the model, and the next one overwrites all of it.
+
+    `load`: loads a whole version, whatever an earlier call has left in the model.
+    `look`: called right before each listing that chooses what is loaded.
+    """
+    return _retry_removed(catalog, version, lambda: _load_first_sound(catalog, version, load), look)
+
+
+def load_found(catalog: Catalog, version: Version, load: Attempt, look: Look) -> Restored:
+    """Load the version asked for, and no other. `look` as for `load_newest_sound`."""
+    return _retry_removed(catalog, version, lambda: load(catalog.find(version)), look)
+
+
+def _retry_removed(catalog: Catalog, version: Version, load: Callable[[], Restored], look: Look) -> Restored:
+    for _ in range(_MAX_LISTINGS - 1):
+        look()
+        try:
+            return load()
+        except VersionNotFoundError:
+            if version != "latest":
+                raise
+            # Retention removes a version only once there are newer ones: list again, and do not go back.
+            catalog.refresh()
+    look()
+    return load()
+
+
+def _load_first_sound(catalog: Catalog, version: Version, load: Attempt) -> Restored:
+    url = catalog.backend.url
+    skipped: list[tuple[str, CheckpointError]] = []
+    causes: dict[str, list[str]] = {}
+    wanted = catalog.resolve(version)
+    for name, record in _newest_first(catalog, wanted):
+        try:
+            restored = _load_version(catalog, name, record, load)
+        except (CorruptionError, FormatError, ModelMismatchError) as error:
+            mismatch = isinstance(error, ModelMismatchError)
+            # After a skipped version a mismatch is no longer raised: its message would promise an unchanged model,
+            # which the load of that version may have overwritten.
+            if mismatch and not skipped:
+                raise
+            reason = "does not fit" if mismatch else "is damaged"
+            told = causes.setdefault(str(error), [])
+            what = f"the same as {told[0]}" if told else error
+            log.error("version %s of %s %s and was skipped: %s", name, url, reason, what)
+            skipped.append((name, error))
+            told.append(name)
+        else:
+            if skipped:
+                log.error(
+                    "version %s of %s, step %d, was loaded instead of %s, and training continues from there. To keep "
+                    "what was trained after it, stop now, and run `cnr repair`, or call resume(salvage=True)",
+                    *(name, url, restored.step, skipped[0][0]),
+                )
+            return replace(restored, skipped=tuple((name, str(error)) for name, error in skipped))
+    if not skipped:
+        return load(catalog.find(version))  # raises the error that says what is missing
+    damage = "\n".join(
+        f"{cause} (version{'s' * (len(names) > 1)} {listed(names, 8)})" for cause, names in causes.items()
+    )
+    raise CorruptionError(
+        f"{url}: nothing could be loaded: {wanted!r} and all versions before it are damaged or do not fit the model, "
+        f"which may be partly overwritten now. `cnr verify {url}` shows what can be restored:\n{damage}"
+    ) from skipped[0][1]
+
+
+def _load_version(catalog: Catalog, name: str, record: Record | CheckpointError, load: Attempt) -> Restored:
+    """Load one version; once more if it seems damaged, since a fold may have replaced its chain meanwhile."""
+    try:
+        if isinstance(record, CheckpointError):
+            raise record
+        return load(record)
+    except (CorruptionError, FormatError) as error:
+        catalog.refresh()
+        reread = catalog.find_record(name)
+        if reread is None:
+            raise VersionNotFoundError(
+                f"version {name} of {catalog.backend.url} was removed while it was read"
+            ) from error
+        return load(reread)
+
+
+def _newest_first(catalog: Catalog, wanted: str | int) -> Iterator[tuple[str, Record | CheckpointError]]:
+    """The version asked for and those before it; of one whose record is damaged, the error.
+
+    A damaged record does not tell its step: where a step is asked for, each such version may be the one.
+    """
+    catalog.check_format()
+    names = catalog.ids_from_newest() if wanted == "latest" else catalog.ids()
+    if isinstance(wanted, str) and wanted != "latest":
+        if VersionId.parse(wanted) is None or wanted not in names:
+            return
+        names = names[names.index(wanted) :]
+    reached = isinstance(wanted, str)
+    for name in names:
+        try:
+            record = catalog.find_record(name)
+        except (CorruptionError, FormatError) as error:
+            yield name, error
+            continue
+        if record is None and name == wanted:
+            return  # an attempt that never became a version
+        reached = reached or (record is not None and record.step == wanted)
+        if reached and record is not None:
+            yield name, record

@@ -265,7 +265,7 @@ MUTANTS = [
     ),
     Mutant(
         "tables of one kernel have one rate",
-        "cnr_store/training/loading/fused_fit.py",
+        "cnr_store/training/loading/optimizer_fit.py",
         "if len({*rates.values()}) > 1:",
         "if False:",
         f"{STORE}/ranks/test_fused_elsewhere.py",
@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         "state of another kind of optimizer is not left out in silence",
-        "cnr_store/training/loading/moved_tables.py",
+        "cnr_store/training/loading/optimizer_fit.py",
         "        if kept or now:",
         "        if False:",
         f"{STORE}/training/distributed/test_moved_tables.py",

@@ -1,9 +1,10 @@
-"""How the stored state of an optimizer fits one that may train other tables, or more rows of them."""
+"""How the stored state of optimizers, of torch and of TorchRec, fits those that may train other tables or rows."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
@@ -12,11 +13,12 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
 from cnr_store.training.distributed.dtensors import is_dtensor
+from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.match import Match, TableFit
-from cnr_store.training.loading.moved_tables import MovedTables
 from cnr_store.training.loading.state_tree import settings_of, wrapper_of
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import (
+    FUSED,
     Tree,
     check_groups,
     has_unnamed,
@@ -25,9 +27,10 @@ from cnr_store.training.model.optimizer_state import (
     optimizer_tree,
     row_slots,
 )
-from cnr_store.training.model.row_arrays import key_of
-from cnr_store.training.model.tables import Table
+from cnr_store.training.model.row_arrays import RowArray, key_of
+from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import dtype_named, may_overlap_itself
+from cnr_store.training.model.trained_model import TrainedModel
 
 Slots = dict[str, dict[str, torch.Tensor]]
 _BEGIN_AT_ZERO = (SGD, Adam, AdamW, RMSprop, SparseAdam)
@@ -256,3 +259,220 @@ def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -
     if follows or (not is_whole and shape == tuple(parameter.shape)):
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     return torch.zeros(shape, dtype=dtype, device=parameter.device)
+
+
+@dataclass
+class MovedTables:
+    """What a version holds of optimizers, as if each table had been trained then by what trains it now."""
+
+    trees: list[Tree]  # of the optimizers that step
+    fused: Tree | None  # of TorchRec's; None if there is none
+    # Names of the parameters whose state is of the other kind of optimizer
+    without_state: set[str] = field(default_factory=set)
+
+
+def move_tables(
+    match: Match, trained: TrainedModel, trees: Sequence[Tree], fused: Tree | None, names: Mapping[int, str]
+) -> MovedTables:
+    """Find the tables that another kind of optimizer trained; state that is kept for their rows goes into `match`.
+
+    How a table is sharded decides whether TorchRec's fused optimizers train it: one that every rank has whole is
+    stepped as dense parameters are. What one kind kept for its rows is not loaded into the other. Groups are compared
+    as if the table had always been where it is now. Settings, such as the learning rate, stay those of the optimizer
+    that trains the table now.
+
+    `trees`, `fused`: the stored state of the optimizers that step, and of TorchRec's.
+    `names`: ``id(parameter)`` to name.
+    """
+    moved = MovedTables([*trees], fused)
+    was_fused = {name for group in fused["param_groups"] for name in group["params"]} if fused else set()
+    for table in (fit.table for fit in match.tables):
+        name, is_fused = table.parameter_name, isinstance(table, SpreadTable) and table.is_fused
+        kept, now = list[str](), list[str]()
+        if is_fused and trained.fused_position is not None and name not in was_fused:
+            stepped = [tree for tree in moved.trees if name in _trained_by(tree)]
+            moved.trees = [_without(tree, table) for tree in moved.trees]
+            if stepped and moved.fused is None:
+                moved.fused = {"class": "", "param_groups": [], "state": {}, "slots": {}, "other": {}}
+            kept = [slot for tree in stepped for slot in tree["slots"].get(table.name, ())]
+            now = [*table.sharded.slots] if stepped else []  # type: ignore[attr-defined]  # it is fused
+        elif not is_fused and name in was_fused and moved.fused is not None:
+            for position, optimizer in enumerate(trained.optimizers[: len(moved.trees)]):
+                for group in optimizer.param_groups:
+                    if any(one is table.parameter for one in group["params"]):
+                        kept = [*moved.fused["slots"].get(table.name, ())]
+                        mates = {names.get(id(one)) for one in group["params"]}
+                        moved.trees[position] = _joined(moved.trees[position], name, mates, group)
+                        moved.fused = _without(moved.fused, table)
+                        now = [*row_slots(optimizer, table.parameter)]
+        if kept or now:
+            moved.without_state.add(name)
+            match.lacks(
+                [f"state of {name!r}"],
+                f"table {table.name!r}: {'a fused optimizer trains' if is_fused else 'an optimizer steps'} it now, and "
+                f"not when {match.where} was saved, as it is sharded otherwise: what the other kept for its rows "
+                f"({', '.join(kept) or 'nothing'}) is not loaded. Shard the table as it was, or {IGNORE} the rest "
+                "without that state",
+            )
+    if moved.fused is not None and not moved.fused["param_groups"] and trained.fused_position is None:
+        moved.fused = None
+    return moved
+
+
+def _trained_by(tree: Tree) -> set[str]:
+    return {name for group in tree["param_groups"] for name in group["params"]}
+
+
+def _without(tree: Tree, table: Table) -> Tree:
+    """A stored state without a table's."""
+    name = table.parameter_name
+    groups = [
+        {**group, "params": [one for one in group["params"] if one != name]} for group in tree["param_groups"]
+    ]
+    return {
+        **tree,
+        "param_groups": [group for group in groups if group["params"]],
+        "state": {other: state for other, state in tree["state"].items() if other != name},
+        "slots": {other: slots for other, slots in tree["slots"].items() if other != table.name},
+    }
+
+
+def _joined(tree: Tree, name: str, mates: set[str | None], now: Mapping[str, Any]) -> Tree:
+    """A stored state, with a parameter in the group of its present mates; or in one of its own, as it is now."""
+    groups = [dict(group) for group in tree["param_groups"]]
+    own = next((group for group in groups if mates & {*group["params"]}), None)
+    if own is None:
+        groups.append({**now, "params": [name]})
+    else:
+        own["params"] = [*own["params"], name]
+    return {**tree, "param_groups": groups}
+
+
+Settings = Mapping[str, Mapping[str, float]]
+
+
+@dataclass
+class FusedFit:
+    """What TorchRec's optimizers are to get."""
+
+    # Of what is read by rows, the path in the version, the table, and the memory to fill
+    targets: list[tuple[str, TableFit, tuple[ColumnPart, ...]]] = field(default_factory=list)
+    _settings: Settings = field(default_factory=dict)
+
+    def assign_settings(self, trained: TrainedModel) -> None:
+        """Give the optimizers their learning rates, and what else they count."""
+        for table in trained.fused_tables:
+            if table.parameter_name in self._settings:
+                table.sharded.assign_settings(self._settings[table.parameter_name])
+
+
+def split_trees(trees: Sequence[Tree]) -> tuple[list[Tree], Tree | None]:
+    """The stored trees of optimizers that step, and that of TorchRec's."""
+    fused = next((tree for tree in trees if tree["class"] == FUSED), None)
+    return [tree for tree in trees if tree["class"] != FUSED], fused
+
+
+def fit_fused(
+    match: Match, trained: TrainedModel, moved: MovedTables, arrays: Mapping[str, ArrayEntry]
+) -> FusedFit:
+    """Compare what TorchRec's optimizers keep with what is stored; what differs goes into `match`.
+
+    A row-wise optimizer keeps one number for each row and column shard. What it would be for other columns can't be
+    told from it, so this state fits the column shards alone that were saved.
+
+    `moved`: the stored state, and the tables that were stepped when it was saved.
+    `arrays`: the version's.
+    """
+    fused, everything, tree = FusedFit(), match.selection.everything, moved.fused
+    if trained.fused_position is None:
+        if tree is not None and everything:
+            match.unexpected.append("state of TorchRec's optimizer")
+        return fused
+    if tree is None:
+        match.lacks(
+            ["state of TorchRec's optimizer"],
+            f"{match.where} holds no state of TorchRec's optimizer; load without dmp.fused_optimizer, or {IGNORE} the "
+            "model without it",
+        )
+        return fused
+    if everything:
+        settings = {
+            name: {key: value for key, value in group.items() if key != "params"}
+            for group in tree["param_groups"]
+            for name in group["params"]
+        }
+        fused._settings = _settings_of_kernels(settings, trained, match.where)
+    fits = {fit.table.name: fit for fit in match.tables}
+    by_path = {array.path: array for array in trained.row_arrays()}
+    for table in trained.fused_tables:
+        fit = fits.get(table.name)
+        if fit is None or table.parameter_name in moved.without_state:
+            continue
+        kept = {slot: by_path[slot_path(table.name, slot)] for slot in table.sharded.slots}
+        paths = {slot: slot_path(table.name, slot) for slot in tree["slots"].get(table.name, ())}
+        if _state_fits(match, table, kept, {slot: arrays[path] for slot, path in paths.items()}):
+            fused.targets += [(paths[slot], fit, array.parts) for slot, array in kept.items()]
+    return fused
+
+
+def _state_fits(
+    match: Match, table: Table, kept: Mapping[str, RowArray], stored: Mapping[str, ArrayEntry]
+) -> bool:
+    """Whether a table's state by slot is stored as it is kept now. If not, none of it is loaded: `match` tells why."""
+    now = {slot: _shards(array.shape, array.boundaries) for slot, array in kept.items()}
+    then = {slot: _shards(entry.shape, entry.boundaries[:-1]) for slot, entry in stored.items()}
+    if then == now:
+        return True
+    names = [f"{table.name}/{slot}" for slot in kept]
+    if then.keys() == now.keys() and all(bool(then[slot]) == bool(now[slot]) for slot in now):
+        match.lacks(
+            names,
+            f"table {table.name!r} has column shards that begin at {[*max(now.values())]}, and had some that began at "
+            f"{[*max(then.values())]} in {match.where}. {', '.join(names)} holds one number for each row and column "
+            "shard, and none for other shards follows from them. Shard the table's columns as they were, on any ranks "
+            f"(column_wise may name one twice), or {IGNORE} the rest and leaves this state as it is in the model",
+        )
+    else:
+        before, after = ({slot: each.shape for slot, each in slots.items()} for slots in (stored, kept))
+        match.unexpected += [f"{table.name}/{slot}" for slot in stored if slot not in kept]
+        match.lacks(
+            names,
+            f"table {table.name!r}: {match.where} holds {before} as its state, and the model's fused optimizer keeps "
+            f"{after}: another optimizer trained it; give it that one, load without dmp.fused_optimizer, or {IGNORE} "
+            "the rest",
+        )
+    return False
+
+
+def _shards(shape: Sequence[int], boundaries: tuple[int, ...]) -> tuple[int, ...]:
+    """The first columns of the column shards that have a number each in every row; none if every value has one."""
+    return boundaries or (() if shape[1:] not in ((), (1,)) else (0,))
+
+
+def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) -> Settings:
+    """What each table's kernels get. TorchRec may have joined tables in a kernel that were in several.
+
+    What is counted takes its greatest value: a new table's kernel began to count later.
+    """
+    settings = {name: dict(group) for name, group in stored.items()}
+    tables = [each for each in trained.fused_tables if each.parameter_name in settings]
+    kernels = {id(kernel): kernel for each in tables for kernel in each.sharded.kernels}
+    for kernel in kernels.values():
+        joined = {
+            each.name: settings[each.parameter_name]
+            for each in tables
+            if any(kernel is own for own in each.sharded.kernels)
+        }
+        rates = {name: group["lr"] for name, group in joined.items() if "lr" in group}
+        if len({*rates.values()}) > 1:
+            named = " and ".join(f"{name!r} with {rate:g}" for name, rate in rates.items())
+            raise ModelMismatchError(
+                f"in {where} tables have learning rates of their own ({named}), and in the model TorchRec gives them "
+                "one; build the model with these rates (apply_optimizer_in_backward for each table), or load without "
+                "dmp.fused_optimizer"
+            )
+        counts = {key for group in joined.values() for key in group} - {"lr"}
+        greatest = {key: max(group.get(key, 0) for group in joined.values()) for key in counts}
+        for group in joined.values():
+            group.update(greatest)
+    return settings

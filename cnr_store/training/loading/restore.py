@@ -22,12 +22,18 @@ from cnr_store.format.record import Record
 from cnr_store.ranks.group import Alone, Group
 from cnr_store.training.distributed.dtensors import copy_whole, is_dtensor
 from cnr_store.training.distributed.pieces import ColumnPart
-from cnr_store.training.loading.fused_fit import fit_fused, split_trees
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.module_load import ModuleLoad
-from cnr_store.training.loading.moved_tables import MovedTables, move_tables
-from cnr_store.training.loading.optimizer_fit import OptimizerFit, Slots, fit_optimizers
+from cnr_store.training.loading.optimizer_fit import (
+    MovedTables,
+    OptimizerFit,
+    Slots,
+    fit_fused,
+    fit_optimizers,
+    move_tables,
+    split_trees,
+)
 from cnr_store.training.loading.row_fill import (
     AllRows,
     ChosenRows,

@@ -11,7 +11,7 @@ import pytest
 
 import cnr_store
 from cnr_store import RanksError, SaveError
-from cnr_store.training.loading import joint_load
+from cnr_store.training import resumption
 from cnr_store.writing import commit, writer
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.staged import Staged
@@ -180,7 +180,7 @@ def test_a_fold_is_read_once(url: str) -> None:
 @pytest.mark.slow
 def test_bytes_that_change_on_the_way_fail_the_load_on_all(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_three(url, 2)
-    monkeypatch.setattr(joint_load, "PIECE_BYTES", 100)
+    monkeypatch.setattr(resumption, "PIECE_BYTES", 100)
     with SmallJob(url, 2) as job:
         group: Any = job.groups[1]
         broadcast = group.broadcast

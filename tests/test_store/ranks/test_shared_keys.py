@@ -18,7 +18,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, if its 
 )
 
 from cnr_store import RanksError
-from cnr_store.training.distributed.shared_keys import TorchKeyValue
+from cnr_store.training.distributed.torch_group import TorchKeyValue
 from tests.test_store.ranks.support.rank_processes import reach, run_ranks
 
 LIMIT = timedelta(seconds=30)

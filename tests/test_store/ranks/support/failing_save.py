@@ -16,8 +16,7 @@ from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import RanksError
 from cnr_store.ranks.group import Document
 from cnr_store.ranks.protocol import SaveRound
-from cnr_store.training.distributed.shared_keys import TorchKeyValue
-from cnr_store.training.distributed.torch_group import TorchGroup
+from cnr_store.training.distributed.torch_group import TorchGroup, TorchKeyValue
 from cnr_store.training.saving import coordinator
 from cnr_store.writing import writer
 from cnr_store.writing.writer import Writer

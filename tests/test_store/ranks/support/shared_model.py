@@ -19,9 +19,9 @@ import cnr_store
 from cnr_store import Checkpointer
 from cnr_store.format import grid
 from cnr_store.ranks import placement
-from cnr_store.training.distributed.fused_optimizers import FusedOptimizer
 from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.distributed.sharded import ShardedTable
+from cnr_store.training.distributed.torchrec import FusedOptimizer
 from cnr_store.training.model import trained_model
 from cnr_store.training.model.tables import SpreadTable, Table, find_tables
 

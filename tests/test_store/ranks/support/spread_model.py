@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from cnr_store.ranks.placement import Piece
-from cnr_store.training.distributed.fused_optimizers import FusedOptimizer
 from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.distributed.sharded import ShardedModule, ShardedTable, Slot
+from cnr_store.training.distributed.torchrec import FusedOptimizer
 
 Array = np.ndarray[Any, Any]
 Random = np.random.Generator

@@ -14,8 +14,7 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
 from cnr_store.training.distributed.sharded import ShardedTable, bare_lookups
-from cnr_store.training.distributed.torchrec import find_sharded
-from cnr_store.training.distributed.torchrec_lookups import LookupHooks
+from cnr_store.training.distributed.torchrec import LookupHooks, find_sharded
 from tests.nightly import NIGHT
 from tests.test_store.support.distributed.sharded_model import (
     BAGS,

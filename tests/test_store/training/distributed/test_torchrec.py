@@ -11,8 +11,7 @@ import pytest
 from torch import nn
 
 from cnr_store.errors import UnsupportedModelError
-from cnr_store.training.distributed.fused_optimizers import FusedOptimizer
-from cnr_store.training.distributed.torchrec import find_sharded
+from cnr_store.training.distributed.torchrec import FusedOptimizer, find_sharded
 from tests.nightly import at_night
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 from tests.test_store.support.distributed.ranks import group, run_checks
