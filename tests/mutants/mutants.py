@@ -786,7 +786,7 @@ MUTANTS = [
         DECAYS,
         'return "its rows are stored in another way"',
         'return ""',
-        f"{STORE}/chains/test_moving_grids.py",
+        f"{STORE}/chains/test_decays.py",
     ),
     Mutant(
         "ranks weigh factors by their samples",
@@ -856,13 +856,13 @@ MUTANTS = [
         "cnr_store/training/devices/encode.py",
         "<= MAX_MANTISSA and not codec.grid.is_moved",
         "<= MAX_MANTISSA",
-        f"{STORE}/training/devices",
+        f"{STORE}/training/devices/test_decode.py",
     ),
     Mutant(
         "devices decode no rows on a grid that has moved",
         "cnr_store/training/devices/decode.py",
         "not (grid.is_exact or grid.is_moved)",
         "not grid.is_exact",
-        f"{STORE}/training/devices",
+        f"{STORE}/training/devices/test_decode.py",
     ),
 ]

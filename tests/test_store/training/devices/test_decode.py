@@ -28,7 +28,7 @@ from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.uniform.uniform import SchemeName
 from cnr_store.training.devices import arithmetic
 from cnr_store.training.devices.decode import DeviceRows
-from cnr_store.training.devices.encode import on_host
+from cnr_store.training.devices.encode import can_encode, on_host
 from tests.test_codecs import hard_rows
 from tests.test_codecs.references.floating import floating_values
 from tests.test_codecs.references.lattice import values_of
@@ -76,6 +76,16 @@ def test_rows_are_decoded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for seed, codec in enumerate(codecs):
         check(codec, table_of(60, 9, seed, "bfloat16"), "bfloat16", seed)
+
+
+def test_rows_on_a_grid_that_has_moved_are_left_to_the_host() -> None:
+    table, need = torch.rand((9, 3), device=DEVICE), np.ones(9, np.uint8)
+    for codec, is_own in ((FloatingRows(3), True), (FloatingRows(3, scale=1.5), False)):
+        payload = parse(codec.encode_rows(on_host(table), None, 9, element="float32"))
+        before = table.clone()
+        assert can_encode(codec, table, True) == is_own
+        assert DeviceRows(table).write(take_rows(payload, need.copy()), 0) == is_own
+        assert torch.equal(table, before) != is_own
 
 
 @pytest.mark.parametrize("element", sorted(DTYPES))

@@ -22,12 +22,14 @@ from tests.test_store.chains.test_relative import RELATIVE, count_relative
 from tests.test_store.support.rowwise_optimizers import OwnRowWise
 from tests.test_store.training.devices.conftest import stays_on_host
 from tests.test_store.training.devices.device import DEVICE
+from tests.test_store.training.saving.test_compared import stored as stored_by
 from tests.test_store.training.saving.test_state_auto import AUTO
 from tests.test_store.training.saving.test_state_auto import Job as Dropping
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 ROWS, DIM = 4096, 3
 SUM = "tables/items/sum"
+EXP_AVG, EXP_AVG_SQ = "tables/films/exp_avg", "tables/films/exp_avg_sq"
 
 
 class OneSum(OwnRowWise):
@@ -183,3 +185,31 @@ def test_state_by_its_kind_is_stored_alike(tmp_path: Path) -> None:
         for step in range(3):
             job.train(random, 8)
             job.check(str(tmp_path), checkpointer.save(step).result().id, other)
+
+
+def test_state_whose_grid_has_moved_is_left_to_the_host(tmp_path: Path, encoded: list[str]) -> None:
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"films": nn.Embedding(ROWS, DIM, device=DEVICE)})
+    weight = model.get_parameter("films.weight")
+    optimizer = torch.optim.Adam([weight], lr=0.01)
+    options: dict[str, Any] = {"codec": {"*": RELATIVE}, "state_bits": "m3", "policy": "consecutive"}
+    with cnr_store.Checkpointer(str(tmp_path), model, optimizer, **options) as checkpointer:
+        for step in range(2):
+            weight.grad = torch.randn(weight.shape, device=DEVICE)
+            weight.grad[: ROWS // 2] *= 1 - step  # these decay
+            optimizer.step()
+            encoded.clear()
+            version = checkpointer.save(step).result().id
+            assert encoded == ["tables/films/weight", *[EXP_AVG, EXP_AVG_SQ][: 2 * (1 - step)]]
+    entries = open_record(str(tmp_path), version)[1].arrays
+    state = optimizer.state[weight]
+    expected = {
+        path: stored_by(state[path.rpartition("/")[2]].cpu(), entries[path].codec)
+        for path in (EXP_AVG, EXP_AVG_SQ)
+    }
+    for path in expected:
+        assert entries[path].move > (1, 0)
+        state[path.rpartition("/")[2]].zero_()
+    cnr_store.load(str(tmp_path), model, optimizer)
+    for path, values in expected.items():
+        np.testing.assert_array_equal(state[path.rpartition("/")[2]].cpu().numpy(), values)
