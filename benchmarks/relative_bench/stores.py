@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from benchmarks.relative_bench.trace import RowWiseAdagrad
 from benchmarks.volumes_bench.ledger import Ledger, Part
 from cnr_codecs import LatticeRows, RowCodec, UniformRows, decode_into, lattice_step, parse
 from cnr_codecs.lattice.steps import median_scale, scale_counts
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.policies.widths import LOSSLESS, LOSSLESS_BELOW_BYTES
 from cnr_store.training.model.tables import find_tables
 
@@ -76,12 +78,16 @@ def new_checkpointer(
 
 @dataclass(frozen=True)
 class Volumes:
-    """What one setting wrote: bytes by save, by what they are; bytes kept for the last version, the most; and rows."""
+    """What one setting wrote: bytes by save, by what they are; bytes kept for the last version, the most; and rows.
+
+    `bits`: by path of an array of rows, the bits that each delta took, over the values of the whole array.
+    """
 
     setting: str
     written: list[dict[Part, int]]
     most_kept_bytes: int
     rows: list[int]
+    bits: dict[str, list[float]] = field(default_factory=dict)
 
     def delta_bytes(self, part: Part) -> int:
         """Of all saves after the first."""
@@ -108,13 +114,18 @@ def volumes(workload: Workload, settings: Sequence[Setting], *, first: bool = Tr
             info = run.save(interval).result()
             found[number].written.append({part: ledger.written[part] - before[part] for part in before})
             found[number].rows.append(info.rows)
+            for path, entry in Catalog(ledger).record(info.id).arrays.items():
+                if entry.kind == "delta":
+                    bits = entry.nbytes * 8 / math.prod(entry.shape)
+                    found[number].bits.setdefault(path, []).append(bits)
             if settings[number].policy != "consecutive":  # which needs all versions
                 cnr_store.gc(ledger, keep_last=1)
             kept[number] = max(kept[number], ledger.present_bytes)
     for run in runs:
         run.close()
     return [
-        Volumes(each.setting, each.written, most, each.rows) for each, most in zip(found, kept, strict=True)
+        Volumes(each.setting, each.written, most, each.rows, each.bits)
+        for each, most in zip(found, kept, strict=True)
     ]
 
 

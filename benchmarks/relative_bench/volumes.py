@@ -121,4 +121,5 @@ def times_less(found: Volumes, torch_save_bytes: int) -> dict[str, Any]:
         "documents_bytes": sum(each["documents"] for each in found.written),
         "slots_bytes": sum(each["slots"] for each in found.written),
         "rows": found.rows,
+        "delta_bits_a_value": {path: float(np.mean(bits)) for path, bits in found.bits.items()},
     }

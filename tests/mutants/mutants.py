@@ -726,11 +726,11 @@ MUTANTS = [
         f"{STORE}/chains/test_decays.py",
     ),
     Mutant(
-        "lossless state is on no grid that moves",
-        "cnr_store/writing/row_codes.py",
-        "if isinstance(own, FloatingRows) and own.mantissa_bits > MAX_MANTISSA:",
-        "if False:",
-        f"{STORE}/chains/test_decays.py",
+        "lossless rows are on no grid that moves",
+        f"{CODECS}/lattice/floating.py",
+        "if not valid_move(self.scale, self.shift) or (self.grid.is_moved and not self.grid.is_centered):",
+        "if not valid_move(self.scale, self.shift):",
+        f"{GRIDS}/test_moved.py",
     ),
     Mutant(
         "a factor is where samples lie densest, whatever most do",
