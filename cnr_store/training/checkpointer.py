@@ -46,9 +46,8 @@ from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import CONSTRUCT, Options, first_fused
-from cnr_store.training.saving.pending_save import PendingSave, SaveCallbacks
+from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveQueue
-from cnr_store.training.tracking.audit import Audit
 from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
 from cnr_store.writing.patience import Patience, PatientBackend
@@ -181,10 +180,7 @@ class Checkpointer:
         self._closed = False
         self._preemptions = 0
         self._guard = ReentrantGuard()
-        callbacks = SaveCallbacks(self._upkeep.schedule, options.on_done, self._guard)
-        self._saves = SaveQueue(
-            backend, trained, options, Audit.from_option(tracking.audit), callbacks, ranks
-        )
+        self._saves = SaveQueue(backend, trained, options, self._upkeep, self._guard, ranks)
         self._coordinator = Coordinator(
             ranks, trained, options, self._saves, self._upkeep, self._follow_model
         )

@@ -70,14 +70,14 @@ MUTANTS = [
     Mutant(
         "rows of a failed save stay dirty",
         "cnr_store/training/saving/save_queue.py",
-        "        else:\n            self.tracker.restore(taken.dirty)\n        # The next",
+        "        else:\n            self.tracker.restore(sets.dirty)\n        # The next",
         "        # The next",
         f"{STORE}/training/saving/test_failing_saves.py {STORE}/writing/test_faults.py",
     ),
     Mutant(
         "rows of an interrupted save stay dirty",
         "cnr_store/training/saving/save_queue.py",
-        "                self.tracker.restore(snapshot.dirty)\n                self._pending = None",
+        "                self.tracker.restore(dirty)\n                self._pending = None",
         "                self._pending = None",
         f"{STORE}/training/saving/test_overlap_interrupts.py",
     ),

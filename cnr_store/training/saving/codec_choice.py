@@ -41,9 +41,12 @@ from cnr_store.policies.widths import (
     choose_bits,
     match_pattern,
 )
+from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 from cnr_store.training.tracking.bitmap import compile_kernels
+from cnr_store.writing.lineage import ArrayLine
 from cnr_store.writing.row_codes import relative_codec
+from cnr_store.writing.steps import keep_grid
 
 log = logging.getLogger("cnr_store")
 
@@ -193,6 +196,21 @@ class CodecChoice:
         for codec, dim, element in wanted:
             yield from compile_encoding(codec, dim, element)
         yield from compile_kernels()
+
+    def of(self, array: RowArray) -> RowCodec:
+        """The codec of an array."""
+        if array.is_weight:
+            return self.codec_for(array.table.name, array.nbytes)
+        return self.state_codec_for(array.table.name, array.slot, array.nbytes, array.element)
+
+    def over(self, array: RowArray, line: ArrayLine | None) -> RowCodec:
+        """The codec of an array in a delta over its line, or in a whole version."""
+        codec = self.of(array)
+        return codec if line is None else keep_grid(codec, line.lattice, line.move)
+
+    def row_bytes(self, array: RowArray) -> float:
+        """The bytes that a row of an array is expected to take."""
+        return self.of(array).bytes_per_row((*array.shape, 1)[1], array.element)
 
     def codec_for(self, table: str, table_bytes: int) -> RowCodec:
         """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -59,15 +59,8 @@ class Request:
     overlap: Overlap | None
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """A save that this rank can begin. There is no snapshot if the save is to be skipped."""
-
-    step: int
-    overlap: Overlap
-    full: bool
-    snapshot: Snapshot | None
-    step_under_way: int = -1
+_Ready = tuple[Request, Snapshot | int]
+"""A save that this rank can begin: what was asked, checked, and its snapshot; or the step of the save that goes on."""
 
 
 class Coordinator:
@@ -113,7 +106,7 @@ class Coordinator:
             return {**agreed, **self._hold_bases(phase)} if may_be_delta else agreed
 
         try:
-            ready, agreed = together(
+            (request, snapshot), agreed = together(
                 self._group,
                 phase,
                 lambda: self._prepare(request),
@@ -127,22 +120,23 @@ class Coordinator:
             self._saves.refuse(error)
             raise
         if agreed["skips"] is not None:
-            self._saves.outage.miss(ready.step)
-            self._skipped = ready.step
-            return PendingSave.skip(ready.step, agreed["skips"])
-        assert ready.snapshot is not None  # or this rank skips, and so all do
-        ready.snapshot.part_digests = digests
-        pending, self._skipped = PendingSave(ready.step), None
+            self._saves.outage.miss(request.step)
+            self._skipped = request.step
+            return PendingSave.skip(request.step, agreed["skips"])
+        assert isinstance(snapshot, Snapshot)  # or this rank skips, and so all do
+        snapshot.part_digests, snapshot.full = digests, bool(request.full)
+        pending, self._skipped = PendingSave(request.step), None
         pending.began = began
+        snapshot.pending = pending
         team = self._saves.new_team(1 + agreed["number"])
         try:
-            self._settle(ready.snapshot, agreed)
+            self._settle(snapshot, agreed)
         except BaseException as error:
             team.give_up(error)
             if not isinstance(error, CheckpointError):  # those are raised on all ranks
                 self._group.break_off()
             raise
-        self._saves.start(pending, ready.snapshot, request.full, self._layout.placements, team, ready.overlap)
+        self._saves.start(snapshot, self._layout.placements, team, may_hold=request.overlap == "wait")
         pending.stall_seconds = time.perf_counter() - began
         return pending
 
@@ -159,9 +153,10 @@ class Coordinator:
         step = integer("step", request.step, minimum=0)
         overlap = self._options.limits.overlap if request.overlap is None else request.overlap
         check_choice("overlap", overlap, Overlap)
+        request = replace(request, step=step, overlap=overlap)
         latest = self._saves.latest
         if overlap == "skip" and latest is not None and not latest.done():
-            return _Ready(step, overlap, request.full, None, latest.step)
+            return request, latest.step
         self._saves.finish_latest(next_step=step)
         self._folded = self._upkeep.pop_folded() or self._folded
         self._trained.reshard()
@@ -182,28 +177,29 @@ class Coordinator:
             self._options.codecs.warn_unknown_slots(self._trained.table_slots)
             self._saves.tracker.warn_of_strangers(self._trained.saved_parameters, objects)
         snapshot.unsafe = self._saves.tracker.whole_reasons()
-        return _Ready(step, overlap, request.full, snapshot)
+        return request, snapshot
 
     def _say(self, ready: _Ready) -> Document:
         """What the other ranks must know of this one."""
-        said: dict[str, Any] = {"step": ready.step, "overlap": ready.overlap, "full": bool(ready.full)}
-        said["skips"] = None
-        if ready.snapshot is None:
-            return said | {"skips": ready.step_under_way}
+        request, snapshot = ready
+        said = {"step": request.step, "overlap": request.overlap, "full": bool(request.full)}
+        if not isinstance(snapshot, Snapshot):
+            return said | {"skips": snapshot}
         folded, lineage = self._folded, self._saves.planner.lineage
         is_alone, number = self._group.world == 1, self._saves.number
         # The second save compares, too, because optimizers may have no state at the first.
         compares_replicas = not is_alone and (number < 2 or number % _EVERY == 0)
         return {
             **said,
-            "dense": None if is_alone else dense_digests(ready.snapshot.dense),
-            "state": [hashlib.sha256(dumps(part)).hexdigest() for part in ready.snapshot.parts.values()],
-            "moved": self._layout.say(ready.snapshot.arrays),
-            "unsafe": dict(ready.snapshot.unsafe),
-            "refits": self._saves.planner.judge(ready.snapshot.arrays),
+            "skips": None,
+            "dense": None if is_alone else dense_digests(snapshot.dense),
+            "state": [hashlib.sha256(dumps(part)).hexdigest() for part in snapshot.parts.values()],
+            "moved": self._layout.say(snapshot.arrays),
+            "unsafe": dict(snapshot.unsafe),
+            "refits": self._saves.planner.judge(snapshot.arrays),
             "off_grid": self._saves.planner.decays.off_grid,
             "decays": self._saves.planner.decays.told,
-            "dense_bytes": ready.snapshot.own_shared_bytes,
+            "dense_bytes": snapshot.own_shared_bytes,
             "folded": None if folded is None else [folded.version, folded.bytes],
             "settings": {
                 table.name: settings

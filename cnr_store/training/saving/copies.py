@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
 from cnr_store.format.grid import Counts
+from cnr_store.policies.past import Since
 from cnr_store.policies.policy import Decision
 from cnr_store.training.devices.encode import RowsFromDevice
 from cnr_store.training.model.row_arrays import RowArray, checked
 from cnr_store.training.saving.codec_choice import CodecChoice, takes_changing_rows
-from cnr_store.training.saving.options import codec_of, codec_over
-from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.snapshot import LiveRows, Snapshot, StagedRows, StagedTogether, Staging
-from cnr_store.training.saving.tally import Changed, RowSets, Tally
+from cnr_store.training.saving.tally import Changed, Tally
 from cnr_store.training.tracking.bitmap import Bitmap, RowIds, rows_of
 from cnr_store.writing.exchange import is_sent_encoded
 from cnr_store.writing.lineage import ArrayLine
@@ -25,14 +23,12 @@ from cnr_store.writing.row_codes import LEAST_DIGESTED_BYTES, CodeCache, gridded
 from cnr_store.writing.scales import ScaleSample
 from cnr_store.writing.steps import finds_step
 
-Keeps = Literal["none", "whole", "all"]
-
 
 class Copies:
     """Copies rows, one snapshot at a time.
 
     `compares_all`: whether later saves compare all tables, also those of which hooks tell the changed rows.
-    `keeps`: of which arrays later deltas may depend on what is written: of those that are whole, or of all.
+    `keeps`: what later deltas depend on: the last version, or the whole one of each array; None if none comes.
     """
 
     def __init__(
@@ -41,7 +37,7 @@ class Copies:
         code_cache: CodeCache,
         codecs: CodecChoice,
         tally: Tally,
-        keeps: Keeps,
+        keeps: Since | None,
         *,
         compares_all: bool,
     ) -> None:
@@ -53,20 +49,18 @@ class Copies:
         self,
         decision: Decision,
         snapshot: Snapshot,
-        sets: RowSets,
         lines: Mapping[str, ArrayLine],
         changed: Changed,
         whole: Collection[str],
-        pending: PendingSave,
     ) -> Callable[[], list[RowsWrite]]:
         """The rows to write of each array; they are copied now, as far as they fit.
 
-        `sets`, `changed`: which rows changed, and how many.
+        `changed`: how many rows changed.
         `lines`: of the version that this one continues.
         `whole`: paths of the arrays to write whole.
         """
         self.staging.reset()
-        ids, staged = self._together(decision, snapshot, sets, whole)
+        ids, staged = self._together(decision, snapshot, whole)
         copied = {path for path in ids if path in lines} if staged is not None else set()
         listed: dict[int, RowIds] = {}  # arrays of a table share their sets
         # An array of which all rows are written takes no row numbers, of 8 bytes each.
@@ -79,7 +73,7 @@ class Copies:
         }
         for array in snapshot.arrays:
             if array.path not in every and array.path not in ids:
-                changes = sets.of(array, decision.since)
+                changes = snapshot.sets.of(array, decision.since)
                 if id(changes) not in listed:
                     listed[id(changes)] = rows_of(changes, array.table.local_rows)
                 ids[array.path] = listed[id(changes)]
@@ -90,8 +84,7 @@ class Copies:
             rows = staged.of(array) if staged and path in copied else None
             line = None if path in whole else lines.get(path)
             counts = None if line is None else changed.counts[decision.since][path]
-            is_compared = self._compares_all or array.table.name in snapshot.unsafe
-            return self._write(array, line, decision, ids.get(path), counts, pending, rows, is_compared)
+            return self._write(snapshot, array, line, decision, ids.get(path), counts, rows)
 
         # Nothing that training may change is read any more of those that were copied together.
         later = copied if is_alone else set()
@@ -99,7 +92,7 @@ class Copies:
         return lambda: [now.get(array.path) or write(array) for array in arrays]
 
     def _together(
-        self, decision: Decision, snapshot: Snapshot, sets: RowSets, whole: Collection[str]
+        self, decision: Decision, snapshot: Snapshot, whole: Collection[str]
     ) -> tuple[dict[str, RowIds], StagedTogether | None]:
         """The rows to write of arrays of small tables, by path, and copies of them.
 
@@ -107,7 +100,9 @@ class Copies:
         """
         small, flags = snapshot.small, dict[str, Bitmap]()
         changes = {
-            array.path: sets.of(array, decision.since) for array in small.arrays if array.path not in whole
+            array.path: snapshot.sets.of(array, decision.since)
+            for array in small.arrays
+            if array.path not in whole
         }
         alike: dict[str, set[int]] = {}
         for array in small.arrays:
@@ -130,20 +125,19 @@ class Copies:
 
     def _write(
         self,
+        snapshot: Snapshot,
         array: RowArray,
         line: ArrayLine | None,
         decision: Decision,
         ids: RowIds | None,
         counts: Counts | None,
-        pending: PendingSave,
         copied: StagedRows | None,
-        is_compared: bool,
     ) -> RowsWrite:
         table = array.table
         written = None if line is None else ids
         base = None if line is None else line.base(decision.since)
-        wanted = codec_of(self._codecs, array)
-        codec = codec_over(self._codecs, array, line)
+        wanted = self._codecs.of(array)
+        codec = self._codecs.over(array, line)
         held = self._tally.held(array, counts)
         first_row, rows = (0, array.shape[0]) if held is None else (held.first_row, held.rows)
         if held is not None:  # replicas of the other rows are written by other ranks
@@ -153,7 +147,7 @@ class Copies:
                 begin, end = np.searchsorted(written, [start, start + rows]).tolist()
                 written, copied = written[begin:end] - start, copied and copied.some(begin, end)
         codes = sample = None
-        if self._keeps != "none" and finds_step(wanted):
+        if self._keeps is not None and finds_step(wanted):
             key = array.path, array.shape[0], array.local_columns, range(first_row, first_row + rows)
             sample = self.samples.get(key) or self.samples.setdefault(key, ScaleSample(*key[1:]))
         if not self._tally.is_cut(array):
@@ -161,13 +155,13 @@ class Copies:
                 *(array.path, codec, base, written, first_row),
                 (rows, (*array.shape, 1)[1]),
                 over=line.links[0] if line else None,
-                is_kept=self._keeps == "all" or (self._keeps == "whole" and base is None),
-                is_compared=is_compared
+                is_kept=self._keeps == "previous" or (self._keeps == "baseline" and base is None),
+                is_compared=(self._compares_all or table.name in snapshot.unsafe)
                 and (array.row_bytes >= LEAST_DIGESTED_BYTES or gridded_codec(codec) is not None),
             )
         own = codec if is_sent_encoded(held, codec) else None
         in_place = takes_changing_rows(codec)
-        source = copied or self.staging.stage(array, written, pending, in_place=in_place, codec=own)
+        source = copied or self.staging.stage(array, written, snapshot.pending, in_place=in_place, codec=own)
         return RowsWrite(
             path=array.path,
             shape=array.shape,

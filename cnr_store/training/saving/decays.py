@@ -20,7 +20,6 @@ from cnr_store.format.record import STILL, Move
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import AnyArray
 from cnr_store.training.saving.codec_choice import CodecChoice
-from cnr_store.training.saving.options import codec_of
 from cnr_store.training.saving.snapshot import Snapshot
 from cnr_store.training.saving.tally import continues
 from cnr_store.writing.lineage import ArrayLine
@@ -135,14 +134,14 @@ class Decays:
         self._saved = {each.path: self._sample(each, lines[each.path].move) for each in due}
 
     def _why_off(self, array: RowArray, move: Move) -> str:
-        codec = gridded_codec(codec_of(self._codecs, array))
+        codec = gridded_codec(self._codecs.of(array))
         if not isinstance(codec, FloatingRows):  # no reader could mix its rows with those beneath
             return "its rows are stored in another way"
         has_room = move[1] <= min(MAX_SHIFT, (MAX_CODE >> codec.mantissa_bits) - _SPARE_OCTAVES)
         return "" if has_room else "its values have decayed by more than its integers have room for"
 
     def _may_move(self, array: RowArray) -> bool:
-        codec = gridded_codec(codec_of(self._codecs, array))
+        codec = gridded_codec(self._codecs.of(array))
         is_floating = isinstance(codec, FloatingRows) and codec.relative and array.element == "float32"
         return is_floating and not array.is_weight and array.shape[0] >= _LEAST_ROWS and array.local_rows > 0
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
 
-from cnr_codecs import RowCodec
 from cnr_store.errors import OptionError
 from cnr_store.format.state import dumps
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.options import Failures, Job, Limits, Retention, Tracking
 from cnr_store.policies.policy import Costs, PolicyName
 from cnr_store.ranks.group import Document, Group
-from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import check_alike
 from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.writing.lineage import ArrayLine
-from cnr_store.writing.steps import keep_grid
 
 CONSTRUCT = "construct"
 """What ranks that compare their options are doing."""
@@ -92,34 +88,3 @@ class Options:
 def first_fused(documents: list[Document]) -> Document:
     """Where TorchRec's optimizer stood on some rank: one that holds no table of it can't tell."""
     return {"fused": next((doc["fused"] for doc in documents if doc["fused"] is not None), None)}
-
-
-def codec_of(codecs: CodecChoice, array: RowArray) -> RowCodec:
-    """The codec of an array."""
-    if array.is_weight:
-        return codecs.codec_for(array.table.name, array.nbytes)
-    own = array.table.name, array.slot, array.nbytes, array.element
-    return codecs.state_codec_for(*own)
-
-
-def codec_over(codecs: CodecChoice, array: RowArray, line: ArrayLine | None) -> RowCodec:
-    """The codec of an array in a delta over its line, or in a whole version."""
-    codec = codec_of(codecs, array)
-    return codec if line is None else keep_grid(codec, line.lattice, line.move)
-
-
-def stored_steps(
-    arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine]
-) -> dict[tuple[str, int], float | None]:
-    """By name and bytes of tables that have a chain, the step of what lies beneath a delta; None without a lattice."""
-    weights = [array for array in arrays if array.is_weight and array.path in lines]
-    lattices = [lines[array.path].lattice for array in weights]
-    return {
-        (array.table.name, array.nbytes): lattice.rms_step if lattice else None
-        for array, lattice in zip(weights, lattices, strict=True)
-    }
-
-
-def row_bytes(codecs: CodecChoice, array: RowArray) -> float:
-    """The bytes that a row of an array is expected to take."""
-    return codec_of(codecs, array).bytes_per_row((*array.shape, 1)[1], array.element)

@@ -178,31 +178,17 @@ class PendingSave:
         return self.error
 
 
-class SaveCallbacks:
-    """Callbacks run after each save, on the thread that writes.
+def run_on_done(
+    pending: PendingSave, on_done: Callable[[PendingSave], object] | None, guard: ReentrantGuard
+) -> None:
+    """Call the caller's `on_done`, unless the save never began. What it raises is only logged.
 
-    `on_commit`: called with the record of each committed version, and the greatest version of other writers that
-    retention may remove, before the save's result is set. It must not raise.
-    `on_done`: the caller's own: called with each save that was committed or has failed. What it raises is only logged.
-    `guard`: refuses calls from within `on_done`, because the thread that holds it may be waiting for `on_done`.
+    `guard`: refuses calls from within, because the thread that holds it may be waiting for `on_done`.
     """
-
-    def __init__(
-        self,
-        on_commit: Callable[[Record, str], None],
-        on_done: Callable[[PendingSave], object] | None,
-        guard: ReentrantGuard,
-    ) -> None:
-        self.on_commit = on_commit
-        self._on_done = on_done
-        self._guard = guard
-
-    def run_on_done(self, pending: PendingSave) -> None:
-        """Call `on_done`, unless the save never began."""
-        if self._on_done is None or not pending.done():
-            return
-        try:
-            with self._guard.refuse_this_thread():
-                self._on_done(pending)
-        except BaseException:  # the pool would drop it unseen, and the save's outcome stays what it is
-            log.exception("on_done of the save of step %d failed", pending.step)
+    if on_done is None or not pending.done():
+        return
+    try:
+        with guard.refuse_this_thread():
+            on_done(pending)
+    except BaseException:  # the pool would drop it unseen, and the save's outcome stays what it is
+        log.exception("on_done of the save of step %d failed", pending.step)

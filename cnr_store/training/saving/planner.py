@@ -19,26 +19,13 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.memory import free_bytes
 from cnr_store.training.saving.codec_choice import CodecChoice
-from cnr_store.training.saving.copies import Copies, Keeps
+from cnr_store.training.saving.copies import Copies
 from cnr_store.training.saving.decays import Decays
 from cnr_store.training.saving.explanation import ExplainedTable, Explanation
-from cnr_store.training.saving.options import Options, codec_of, codec_over, row_bytes, stored_steps
-from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.snapshot import (
-    Snapshot,
-    Staging,
-)
-from cnr_store.training.saving.tally import (
-    ArrayOf,
-    Bitmaps,
-    Changed,
-    RowSets,
-    Taken,
-    Tally,
-    continues,
-    place,
-)
-from cnr_store.training.tracking.bitmap import RowIds, bitmap_bytes, count
+from cnr_store.training.saving.options import Options
+from cnr_store.training.saving.snapshot import Snapshot, Staging
+from cnr_store.training.saving.tally import ArrayOf, Bitmaps, Changed, RowSets, Tally, continues, place
+from cnr_store.training.tracking.bitmap import bitmap_bytes, count
 from cnr_store.training.tracking.comparison import Comparison
 from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Plan
@@ -71,9 +58,7 @@ class Planner:
         self.decays = Decays(options.codecs)
         # What arrays are compared with: the last version, or their whole one, which later deltas depend on.
         self._parents: Since = "previous" if options.policy in ("consecutive", "auto") else "baseline"
-        keeps: Keeps = (
-            "none" if options.policy == "full" else "all" if self._parents == "previous" else "whole"
-        )
+        keeps = None if options.policy == "full" else self._parents
         own = Staging(options.limits.snapshot_bytes), self._code_cache, self._codecs, tally, keeps
         self._copies = Copies(*own, compares_all=options.audits_all)
 
@@ -115,31 +100,28 @@ class Planner:
         self._copies.samples.clear()
         self._past = lineage, since_whole
 
-    def foresee_commit(self, record: Record, taken: Taken) -> None:
+    def foresee_commit(self, record: Record, sets: RowSets) -> None:
         """Work out what `apply_commit` will continue from, on the thread that writes."""
         past = self._past
-        self._foreseen = past, record, self._following(past, record, taken)
+        self._foreseen = past, record, _following(past, record, sets)
 
-    def apply_commit(self, record: Record, taken: Taken) -> None:
-        """Continue a version that was committed with the rows of a snapshot. A second call changes nothing."""
+    def apply_commit(self, record: Record, sets: RowSets) -> None:
+        """Continue a version that was committed with these rows. A second call changes nothing."""
         # An interrupt between this and what follows it makes the queue call again.
         if record.id == self.lineage.version:
             return
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is None or foreseen[0] is not self._past or foreseen[1] is not record:
-            foreseen = self._past, record, self._following(self._past, record, taken)
+            foreseen = self._past, record, _following(self._past, record, sets)
         after = foreseen[2][0]
         self._code_cache.commit(record.id, after.grids_of(record, self._code_cache.written))
         self.decays.commit()
         self._delta_bytes.note(record.id, record.policy, record.shared_bytes)
         self._past = foreseen[2]
 
-    def _following(self, past: _Past, record: Record, taken: Taken) -> _Past:
-        after, sets = past[0].after(record), self._sets(taken, past[1])
-        return after, sets.since_whole(record.id, after.lines, taken.arrays)
-
-    def _sets(self, taken: Taken, since_whole: Bitmaps) -> RowSets:
-        return RowSets(taken.dirty, taken.compared, since_whole, self._parents)
+    def sets(self, arrays: Iterable[RowArray], dirty: Bitmaps, compared: Bitmaps) -> RowSets:
+        """The rows of arrays that the next version may have to hold. `dirty`, `compared`: as in `RowSets`."""
+        return RowSets(arrays, dirty, compared, self._since_whole, self._parents)
 
     def apply_fold(self, version: str, nbytes: int) -> None:
         """Let later deltas depend on `version` alone, which the lineage goes back to and whose fold takes `nbytes`."""
@@ -151,7 +133,7 @@ class Planner:
     def judge(self, arrays: Sequence[RowArray]) -> dict[str, str]:
         """Begin a save: find `refitted`."""
         lines, codecs = self.lineage.lines, self._codecs
-        codecs.choose_step(self.lineage.spent, stored_steps(arrays, lines))
+        self._choose_step(arrays)
         self.refitted = _refits(arrays, lines, codecs)
         self.decays.judge(arrays, lines, self._code_cache.may_have_codes)
         self.refitted |= self.decays.off_grid
@@ -159,11 +141,21 @@ class Planner:
 
     def choose_step(self, arrays: Iterable[RowArray]) -> None:
         """Choose the step that the budget allows; the next version is whole if those beneath it are too coarse."""
-        why = self._codecs.choose_step(self.lineage.spent, stored_steps(arrays, self.lineage.lines))
-        if why:
+        if why := self._choose_step(arrays):
             self.drop_bases(why)
 
-    def compare(self, arrays: Iterable[RowArray], names: Collection[str], full: bool) -> Bitmaps:
+    def _choose_step(self, arrays: Iterable[RowArray]) -> str:
+        lines = self.lineage.lines
+        stored = {
+            (each.table.name, each.nbytes): lattice.rms_step
+            if (lattice := lines[each.path].lattice)
+            else None
+            for each in arrays
+            if each.is_weight and each.path in lines
+        }
+        return self._codecs.choose_step(self.lineage.spent, stored)
+
+    def compare(self, arrays: Iterable[RowArray], names: Collection[str]) -> Bitmaps:
         """The changed rows of tables, by what is known of the rows stored.
 
         An array of which nothing is known is left out: all of its rows are written, or those flagged. Rows that other
@@ -172,7 +164,7 @@ class Planner:
         `names`: from `Tracker.to_compare`.
         """
         found: Bitmaps = {}
-        for array in arrays if self.compares(names, full) else ():
+        for array in arrays:
             if array.table.name not in names or self._tally.is_cut(array):
                 continue
             own, changed = self._tally.own(array), np.zeros(bitmap_bytes(array.table.local_rows), np.uint8)
@@ -188,11 +180,6 @@ class Planner:
     def compares(self, names: Collection[str], full: bool) -> bool:
         """Whether the next save compares these tables, if anything is known of their rows; alike on all ranks."""
         return bool(names) and not self._is_full(full)
-
-    def unflagged(self, snapshot: Snapshot) -> dict[str, RowIds]:
-        """By path of arrays that were compared although hooks watch them: rows that changed without a flag."""
-        sets = self._sets(snapshot.taken, self._since_whole)
-        return sets.unflagged([each for each in snapshot.arrays if each.table.name not in snapshot.unsafe])
 
     def to_learn(
         self, path: str, table: Table, columns: int, configs: Sequence[_Config | None], names: Collection[str]
@@ -227,26 +214,25 @@ class Planner:
         line = self.lineage.lines.get(array.path)
         if line is None or array.path in self.refitted or not continues(array, line):
             return None
-        codec = codec_over(self._codecs, array, line)
+        codec = self._codecs.over(array, line)
         base, shape = line.base(self._parents), (own.stop - own.start, (*array.shape, 1)[1])
         return self._code_cache.find(array.path, codec, base, array.table.first_row + own.start, shape)
 
     def _is_full(self, full: bool) -> bool:
         return full or self._policy == "full" or self.lineage.past is None
 
-    def count(self, snapshot: Snapshot, full: bool) -> Changed:
+    def count(self, snapshot: Snapshot) -> Changed:
         """Count the rows that the next version may have to hold; every rank counts at once."""
-        if self._is_full(full):
+        if self._is_full(snapshot.full):
             return Changed({})
         choices: dict[str, tuple[Since, ...]] = {"auto": SINCE, "consecutive": ("previous",)}
-        sets, arrays = self._sets(snapshot.taken, self._since_whole), snapshot.taken.arrays
-        own = choices.get(self._policy, ("baseline",))
-        return Changed({each: self._tally.counts(arrays, partial(sets.of, since=each)) for each in own})
+        sets, own = snapshot.sets, choices.get(self._policy, ("baseline",))
+        return Changed({each: self._tally.counts(sets.arrays, partial(sets.of, since=each)) for each in own})
 
-    def decide(self, snapshot: Snapshot, full: bool, changed: Changed) -> Decision:
-        """Let the policy decide what the next version is; `full` overrules it."""
+    def decide(self, snapshot: Snapshot, changed: Changed) -> Decision:
+        """Let the policy decide what the next version is; a caller who wants it whole overrules it."""
         bits = self._codecs.resolve_auto(self.lineage.restores)
-        past = self.lineage.past
+        full, past = snapshot.full, self.lineage.past
         weighs = self._policy == "auto" and past is not None and not full
         offer = self._offer(snapshot, changed) if weighs else None
         decision = decide(self._policy, past, full, offer, self._costs, self._delta_bytes.is_relative)
@@ -256,20 +242,18 @@ class Planner:
 
     def _offer(self, snapshot: Snapshot, changed: Changed) -> Offer:
         whole, codecs = self._whole_reasons(snapshot).keys(), self._codecs
-        self._delta_bytes.is_relative = any(
-            relative_codec(codec_of(codecs, each)) for each in snapshot.arrays
-        )
+        self._delta_bytes.is_relative = any(relative_codec(codecs.of(each)) for each in snapshot.arrays)
         sums = dict.fromkeys(SINCE, float(snapshot.dense_bytes))
         for array in snapshot.arrays:
             for since in SINCE:
                 rows = array.shape[0] if array.path in whole else changed.rows(since, array.path)
-                sums[since] += row_bytes(self._codecs, array) * rows
+                sums[since] += self._codecs.row_bytes(array) * rows
         return Offer(*(round(self._delta_bytes.share(since) * sums[since]) for since in SINCE))
 
     def explain(
-        self, taken: Taken, arrays: Sequence[RowArray], ways: Mapping[str, str], unsafe: Mapping[str, str]
+        self, sets: RowSets, arrays: Sequence[RowArray], ways: Mapping[str, str], unsafe: Mapping[str, str]
     ) -> Explanation:
-        """What a delta of the rows taken would hold.
+        """What a delta of these rows would hold.
 
         `ways`: how the rows of the other tables are tracked.
         `unsafe`: as in a `Snapshot`.
@@ -277,27 +261,25 @@ class Planner:
         self._codecs.resolve_auto(self.lineage.restores)
         unsafe = self._tally.why_whole(arrays, self.lineage, unsafe)
         since: Since = "previous" if self._policy == "consecutive" else "baseline"
-        sets, tables = self._sets(taken, self._since_whole), []
+        tables = []
         for table in self._tables:
             own, name = [array for array in arrays if array.table is table], table.name
             weight = ArrayOf(table.path, table)
-            rows = sets.of(weight, since) if table.path in self._since_whole else taken.dirty[name]
+            rows = sets.of(weight, since) if table.path in self._since_whole else sets.dirty[name]
             why = self.refitted.get(table.path) or unsafe.get(name)
-            is_compared = why is not None and table.path in taken.compared
+            is_compared = why is not None and table.path in sets.compared
             is_whole = why is not None and not is_compared
             changed = table.local_rows if is_whole else count(rows)
-            config = codec_of(self._codecs, own[0]).get_config()
+            config = self._codecs.of(own[0]).get_config()
             bits = 32 if config["id"] == "cnr_rows" else config.get("bits")
-            size = sum(row_bytes(self._codecs, each) for each in own)
+            size = sum(self._codecs.row_bytes(each) for each in own)
             told = name, table.rows, is_whole, why or ways[name], bits, changed
             sizes = round(changed * size), round(table.rows * size)
             tables.append(ExplainedTable(*told, *sizes, is_compared))
         known = self._codecs.budget, self._code_cache.nbytes
         return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, *known)
 
-    def plan(
-        self, decision: Decision, snapshot: Snapshot, changed: Changed, pending: PendingSave
-    ) -> Callable[[], Plan]:
+    def plan(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> Callable[[], Plan]:
         """Copy the rows of the version that was decided on, as far as there is room.
 
         What is returned makes the plan, on the thread that writes: training does not wait for thousands of arrays.
@@ -308,16 +290,15 @@ class Planner:
             reasons = _worth_whole(snapshot.arrays, decision.since, changed, self._codecs, self._since_whole)
             reasons |= self._whole_reasons(snapshot)
         whole = {array.path for array in snapshot.arrays} if decision.full else reasons.keys()
-        sets = self._sets(snapshot.taken, self._since_whole)
         lines = self.decays.moved(snapshot, lineage.lines, whole)
-        rows = self._copies.rows(decision, snapshot, sets, lines, changed, whole, pending)
+        rows = self._copies.rows(decision, snapshot, lines, changed, whole)
         policy = _policy_document(decision, snapshot, changed, reasons, self._codecs)
         live_bytes, live_threads = self._copies.staging.left_bytes, torch.get_num_threads()
 
         def finish() -> Plan:
             writes = rows()
             return Plan(
-                step=pending.step,
+                step=snapshot.pending.step,
                 previous=lineage.version,
                 rows=writes,
                 dense=[*snapshot.dense, *snapshot.own_dense],
@@ -332,7 +313,7 @@ class Planner:
                 parent_paths=lineage.paths,
                 live_bytes=live_bytes,
                 live_threads=live_threads,
-                seconds=pending.seconds,
+                seconds=snapshot.pending.seconds,
             )
 
         return finish
@@ -348,12 +329,17 @@ class Planner:
         } | dict(self.refitted)
 
 
+def _following(past: _Past, record: Record, sets: RowSets) -> _Past:
+    after = past[0].after(record)
+    return after, sets.since_whole(record.id, after.lines)
+
+
 def _refits(
     arrays: Iterable[RowArray], lines: Mapping[str, ArrayLine], codecs: CodecChoice
 ) -> dict[str, str]:
     """By path, why arrays need another step. Of many ranks, the first alone knows: see `Fit`."""
     why = {path: line.fit.why_whole for path, line in lines.items() if line.fit.why_whole}
-    due = [each for each in arrays if each.path in why and finds_step(codec_of(codecs, each))]
+    due = [each for each in arrays if each.path in why and finds_step(codecs.of(each))]
     return {each.path: why[each.path] for each in due}
 
 
@@ -368,7 +354,7 @@ def _worth_whole(
     `known`: by `Table.path`, the tables of which a whole version is known.
     """
     due = [each for each in arrays if changed.rows(since, each.path) == each.shape[0]]
-    due = [each for each in due if relative_codec(codec_of(codecs, each)) is None]
+    due = [each for each in due if relative_codec(codecs.of(each)) is None]
     its, all_bytes = (
         sum(each.nbytes for each in some if each.is_weight) for some in (due, arrays if due else ())
     )
@@ -386,7 +372,7 @@ def _policy_document(
         sizes = dict.fromkeys(whole, (0.0, 0.0))
         for each in snapshot.arrays:
             if each.path in reasons and (own := sizes.get(each.table.name)) is not None:
-                rows, size = changed.rows(decision.since, each.path), row_bytes(codecs, each)
+                rows, size = changed.rows(decision.since, each.path), codecs.row_bytes(each)
                 sizes[each.table.name] = own[0] + size * each.shape[0], own[1] + size * rows
         policy |= {"whole": summary(whole, sizes), "advice": ADVICE}
     names = {array.table.name for array in snapshot.arrays if array.path in snapshot.compared}

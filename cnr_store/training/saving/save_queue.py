@@ -20,19 +20,20 @@ from cnr_store.errors import (
 )
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import room_advice
-from cnr_store.options import Overlap
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
+from cnr_store.training.process.reentrant_guard import ReentrantGuard
 from cnr_store.training.saving.agreement import compare_together
+from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.explanation import Explanation, SaveStats, save_line
 from cnr_store.training.saving.options import Options
-from cnr_store.training.saving.pending_save import PendingSave, SaveCallbacks
+from cnr_store.training.saving.pending_save import PendingSave, run_on_done
 from cnr_store.training.saving.planner import Planner
 from cnr_store.training.saving.snapshot import Snapshot
-from cnr_store.training.saving.tally import ArrayOf, Taken, Tally
+from cnr_store.training.saving.tally import RowSets, Tally
 from cnr_store.training.tracking.audit import Audit, warn_unflagged
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.training.tracking.tracker import Tracker
@@ -51,7 +52,8 @@ _COMPILES_FIRST = "save of step %d: rows beyond snapshot_bytes wait for the comp
 class SaveQueue:
     """Starts saves on the training thread and writes them on another, at most one at a time.
 
-    `callbacks`: run after each save.
+    `upkeep`: is told of each commit.
+    `guard`: refuses calls from within `on_done`.
     `group`: the ranks that save together.
 
     `planner`, `writer`: decide what a version holds, and write it to the store.
@@ -66,8 +68,8 @@ class SaveQueue:
         backend: Backend,
         trained: TrainedModel,
         options: Options,
-        audit: Audit,
-        callbacks: SaveCallbacks,
+        upkeep: BackgroundMaintenance,
+        guard: ReentrantGuard,
         group: Group,
     ) -> None:
         self._group = group
@@ -85,14 +87,14 @@ class SaveQueue:
         )
         self.outage = self._patience.outage
         self.writer = Writer(backend, options.limits.workers, self._patience, room_advice)
-        self.audit = audit
+        self.audit = Audit.from_option(options.tracking.audit)
         self._small: SmallTables | None = None  # of the last save
         self._options = options
         self._closing = self._is_hasty = False
         self._failures = 0  # in a row
         self._live_pace: float | None = None
-        self._callbacks = callbacks
-        self._pending: tuple[PendingSave, Taken] | None = None
+        self._upkeep, self._guard = upkeep, guard
+        self._pending: tuple[PendingSave, RowSets] | None = None
         self._untold: PendingSave | None = None  # it failed before a load, and no save came behind
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
         self.tracker = Tracker(trained.tables, trained.optimizers, options.trusted, trained.sharded)
@@ -129,13 +131,7 @@ class SaveQueue:
         return self.writer.operations + sum(team.beats for team in self._teams)
 
     def start(
-        self,
-        pending: PendingSave,
-        snapshot: Snapshot,
-        full: bool,
-        placements: Mapping[str, Placement],
-        team: Team,
-        overlap: Overlap,
+        self, snapshot: Snapshot, placements: Mapping[str, Placement], team: Team, *, may_hold: bool
     ) -> None:
         """Take the changed rows, hand the save to the background, and wait while that reads the model.
 
@@ -143,20 +139,24 @@ class SaveQueue:
 
         `placements`: of the arrays that ranks share, by path.
         `team`: from `new_team`.
-        `overlap`: whether this save, while it reads the model, may ``wait`` for storage that fails.
+        `may_hold`: whether this save, while it reads the model, may wait for storage that fails.
         """
+        pending, planner, dirty = snapshot.pending, self.planner, snapshot.dirty
         self._tally.placements, fails = placements, f"the save of step {pending.step} can't begin"
         try:
+            planner.choose_step(snapshot.arrays)
+            snapshot.sets = planner.sets(snapshot.arrays, dirty, snapshot.compared)
             # Before the swap, which fills `dirty`: after an interrupt, what it took must be given back.
-            self._pending = (pending, snapshot.taken)
-            self.tracker.swap(snapshot.dirty)
-            self._tally.join(snapshot.dirty)
-            plan = self._plan(pending, snapshot, full)
-            reads_model = self.planner.reads_model
-            self._patience.begin(training_waits=reads_model, may_hold=overlap == "wait")
+            self._pending = pending, snapshot.sets
+            self.tracker.swap(dirty)
+            self._tally.join(dirty)
+            plan = self._plan(snapshot)
+            reads_model = planner.reads_model
+            self._patience.begin(training_waits=reads_model, may_hold=may_hold)
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
-            self._executor.submit(self._write, pending, plan, snapshot.table_rows, snapshot.full_bytes, team)
+            sizes = snapshot.table_rows, snapshot.full_bytes
+            self._executor.submit(self._write, pending, snapshot.sets, plan, sizes, team)
             if reads_model:
                 if not self._compiled.done():
                     log.info(_COMPILES_FIRST, pending.step)
@@ -165,7 +165,7 @@ class SaveQueue:
             pending.result_taken = True  # the caller gets this error
             team.give_up(error)
             if pending.future.cancel():  # it has not begun, and never will
-                self.tracker.restore(snapshot.dirty)
+                self.tracker.restore(dirty)
                 self._pending = None
                 if not isinstance(error, RanksError):
                     self._group.break_off()  # others may still count their rows together with this one
@@ -183,57 +183,57 @@ class SaveQueue:
         """What a delta now would hold of each table, and why. Waits for the save under way."""
         tracker, dirty = self.tracker, self.tracker.flagged()
         if self._pending is not None:
-            pending, taken = self._pending
+            pending, sets = self._pending
             is_undone = pending.result_taken and pending.future.cancelled()
             if is_undone or (pending.settled.wait() and pending.error is None):
                 self.finish_latest()
             else:  # its outcome is the next save's to tell, and that one has its rows
                 dirty = {
-                    name: rows | taken.dirty[name] if taken.dirty[name].shape == rows.shape else rows
+                    name: rows | sets.dirty[name] if sets.dirty[name].shape == rows.shape else rows
                     for name, rows in dirty.items()
                 }
         unsafe, _ = tracker.whole_reasons(), self.planner.judge(arrays)
-        compared = self.planner.compare(arrays, tracker.to_compare(unsafe), full=False)
-        taken = Taken([ArrayOf(each.path, each.table) for each in arrays], dirty, compared)
-        found = self.planner.explain(taken, arrays, tracker.ways(), unsafe)
+        names = tracker.to_compare(unsafe)
+        compared = self.planner.compare(arrays, names) if self.planner.compares(names, full=False) else {}
+        sets = self.planner.sets(arrays, dirty, compared)
+        found = self.planner.explain(sets, arrays, tracker.ways(), unsafe)
         found.live_pace = self._live_pace
         return found
 
-    def _plan(self, pending: PendingSave, snapshot: Snapshot, full: bool) -> Callable[[], Plan]:
-        self.planner.choose_step(snapshot.arrays)
-        snapshot.small = self._small = SmallTables.among(snapshot.arrays, self._small)
+    def _plan(self, snapshot: Snapshot) -> Callable[[], Plan]:
+        planner, arrays, sets = self.planner, snapshot.arrays, snapshot.sets
+        snapshot.small = self._small = SmallTables.among(arrays, self._small)
         names = self.tracker.to_compare(snapshot.unsafe)
-        if self.planner.compares(names, full):
-            paths = sorted(array.path for array in snapshot.arrays if array.table.name in names)
+        if planner.compares(names, snapshot.full):
             found = compare_together(
                 self._group,
-                f"save of step {pending.step}: compare",
-                paths,
-                lambda: self.planner.compare(snapshot.arrays, names, full),
-                lambda: self.planner.comparison.blocks,
+                f"save of step {snapshot.pending.step}: compare",
+                sorted(array.path for array in arrays if array.table.name in names),
+                lambda: planner.compare(arrays, names),
+                lambda: planner.comparison.blocks,
             )
             snapshot.compared.update(found)
-        changed = self.planner.count(snapshot, full)
-        decision = self.planner.decide(snapshot, full, changed)
+        changed = planner.count(snapshot)
+        decision = planner.decide(snapshot, changed)
         if not decision.full:  # a full version holds every row, flagged or not
-            warn_unflagged(self.planner.unflagged(snapshot))
-            others = [array for array in snapshot.arrays if array.path not in snapshot.compared]
+            warn_unflagged(sets.unflagged(snapshot.unsafe))
+            others = [array for array in arrays if array.path not in snapshot.compared]
             self.audit.check(others, snapshot.dirty, self.tracker.make_whole)
-        self.audit.renew(snapshot.arrays, snapshot.dirty)
-        return self.planner.plan(decision, snapshot, changed, pending)
+        self.audit.renew(arrays, snapshot.dirty)
+        return planner.plan(decision, snapshot, changed)
 
     def _write(
         self,
         pending: PendingSave,
+        sets: RowSets,
         plan: Callable[[], Plan],
-        table_rows: int,
-        full_bytes: int,
+        sizes: tuple[int, int],
         team: Team,
     ) -> None:
         try:
             if not pending.future.set_running_or_notify_cancel():
                 return
-            record = self._timed_write(pending, plan(), table_rows, full_bytes, team)
+            record = self._timed_write(pending, plan(), sizes, team)
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
             try:
                 self.outage.miss(pending.step, error)
@@ -245,25 +245,22 @@ class SaveQueue:
             try:
                 if team.rank == 0:
                     # Before the result is set: whoever waits for it may then wait for the maintenance of this commit.
-                    self._callbacks.on_commit(record, self.writer.removable)
+                    self._upkeep.schedule(record, self.writer.removable)
                     assert pending.stats is not None
                     log.info(save_line(pending.stats, record))
                 self.outage.end()
             finally:
                 pending.settle(record)
-            if self._pending is not None:
-                self.planner.foresee_commit(record, self._pending[1])
+            self.planner.foresee_commit(record, sets)
         finally:
             # Training waits for both events, and a caller's log handler may have raised above.
             pending.rows_taken.set()
             try:
-                self._callbacks.run_on_done(pending)
+                run_on_done(pending, self._options.on_done, self._guard)
             finally:
                 pending.callbacks_done.set()
 
-    def _timed_write(
-        self, pending: PendingSave, plan: Plan, table_rows: int, full_bytes: int, team: Team
-    ) -> Record:
+    def _timed_write(self, pending: PendingSave, plan: Plan, sizes: tuple[int, int], team: Team) -> Record:
         def rows_taken() -> None:
             self._patience.training_waits = False
             pending.end_reading(reads_model=plan.live_bytes > 0)
@@ -273,9 +270,9 @@ class SaveQueue:
         record = writer.write(plan, rows_taken, team)
         pending.written = SaveStats(
             rows=record.rows,
-            table_rows=table_rows,
+            table_rows=sizes[0],
             bytes=record.nbytes,
-            ratio=record.nbytes / max(1, full_bytes),
+            ratio=record.nbytes / max(1, sizes[1]),
             seconds_stalled=0.0,  # `PendingSave.stats` has it: `save` may not have returned yet
             seconds_writing=time.perf_counter() - began,
             seconds_encoding=writer.encoding_seconds - encoding,
@@ -297,19 +294,19 @@ class SaveQueue:
         if self._pending is None:
             self._untold = self._untold if next_step is None else None
             return
-        pending, taken = self._pending
+        pending, sets = self._pending
         if pending.result_taken and pending.future.cancelled():  # `start` and its undoing were interrupted
-            self.tracker.restore(taken.dirty)
+            self.tracker.restore(sets.dirty)
             self._pending = None
             return
         pending.callbacks_done.wait()  # on_done may take the result
         error = pending.future.exception()
         if error is None:
-            self.planner.apply_commit(pending.future.result(), taken)
+            self.planner.apply_commit(pending.future.result(), sets)
             if pending.live_pace:
                 self._live_pace = pending.live_pace
         else:
-            self.tracker.restore(taken.dirty)
+            self.tracker.restore(sets.dirty)
         # The next delta would need the lost base, too.
         if isinstance(error, BaseLostError):
             self.planner.drop_bases()

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tensors import AnyArray, array_dtype, dense_numpy
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.pending_save import PendingSave
-from cnr_store.training.saving.tally import ArrayOf, Bitmaps, Taken
+from cnr_store.training.saving.tally import Bitmaps, RowSets
 from cnr_store.training.tracking.bitmap import RowIds
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.writing.plan import DenseWrite
@@ -212,11 +211,11 @@ class Snapshot:
     dense_bytes: int = 0  # `own_shared_bytes` of the first rank, by which all ranks decide alike
     # The tables among `arrays` whose rows are found and copied together
     small: SmallTables = field(default_factory=lambda: SmallTables.among([]))
-
-    @cached_property
-    def taken(self) -> Taken:
-        """The rows that changed, without the memory of their arrays."""
-        return Taken([ArrayOf(each.path, each.table) for each in self.arrays], self.dirty, self.compared)
+    # From when the save is begun on all ranks: what the caller has of it; whether it is to hold everything; and the
+    # rows that changed
+    pending: PendingSave = field(init=False)
+    full: bool = False
+    sets: RowSets = field(init=False)
 
     @property
     def own_shared_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -55,20 +55,10 @@ class ArrayOf(NamedTuple):
 _Array = RowArray | ArrayOf
 
 
-@dataclass(frozen=True)
-class Taken:
-    """The rows that a snapshot takes to be changed.
-
-    `dirty`, `compared`: as in `RowSets`.
-    """
-
-    arrays: Sequence[ArrayOf]
-    dirty: Bitmaps
-    compared: Bitmaps
-
-
 class RowSets:
     """The rows of each array that changed since a version that its delta may depend on.
+
+    They hold no memory of the `arrays` but that of tables.
 
     `dirty`: by table name, packed: the rows that may have changed since the last version.
     `compared`: by path of arrays that were compared with what is stored: the rows that differ from `parents`.
@@ -78,17 +68,26 @@ class RowSets:
     Of rows that other ranks write nothing need be known but in `dirty`.
     """
 
-    def __init__(self, dirty: Bitmaps, compared: Bitmaps, since_whole: Bitmaps, parents: Since) -> None:
-        self._dirty, self._compared, self._since_whole, self._parents = dirty, compared, since_whole, parents
+    def __init__(
+        self,
+        arrays: Iterable[_Array],
+        dirty: Bitmaps,
+        compared: Bitmaps,
+        since_whole: Bitmaps,
+        parents: Since,
+    ) -> None:
+        self.arrays = [ArrayOf(array.path, array.table) for array in arrays]
+        self.dirty, self.compared = dirty, compared
+        self._since_whole, self._parents = since_whole, parents
         self._joined: dict[tuple[int, int], Bitmap] = {}  # arrays of a table share their sets
         self._filled: dict[tuple[int, bool], Bitmap] = {}
 
     def of(self, array: _Array, since: Since) -> Bitmap:
         """The rows that changed: all, if the whole version of the array is not known."""
-        compared = self._compared.get(array.path)
+        compared = self.compared.get(array.path)
         if compared is not None and since == self._parents:
             return compared
-        dirty = self._dirty[array.table.name] if compared is None else compared
+        dirty = self.dirty[array.table.name] if compared is None else compared
         if since == "previous":
             return dirty
         former = self._since_whole.get(array.path)
@@ -99,24 +98,24 @@ class RowSets:
             self._joined[key] = dirty | former
         return self._joined[key]
 
-    def unflagged(self, arrays: Iterable[_Array]) -> dict[str, RowIds]:
-        """By path of those of these arrays that were compared: the rows that changed and have no flag."""
-        flags, found = RowSets(self._dirty, {}, self._since_whole, self._parents), dict[str, RowIds]()
-        for array in arrays:
-            compared = self._compared.get(array.path)
+    def unflagged(self, unsafe: Container[str]) -> dict[str, RowIds]:
+        """By path of arrays that were compared, of tables that are not `unsafe`: rows that changed without a flag."""
+        flags, found = RowSets([], self.dirty, {}, self._since_whole, self._parents), dict[str, RowIds]()
+        for array in self.arrays:
+            compared = None if array.table.name in unsafe else self.compared.get(array.path)
             missed = None if compared is None else compared & ~flags.of(array, self._parents)
             if missed is not None and missed.any():
                 found[array.path] = array.table.first_row + rows_of(missed, array.table.local_rows)
         return found
 
-    def since_whole(self, version: str, lines: Mapping[str, ArrayLine], arrays: Iterable[_Array]) -> Bitmaps:
+    def since_whole(self, version: str, lines: Mapping[str, ArrayLine]) -> Bitmaps:
         """What `since_whole` is once `version` was committed with `lines`."""
         # An array that this version holds whole starts over; any other still lacks what it lacked.
         return {
             array.path: self._of_all(array, changed=False)
             if lines[array.path].links == (version,)
             else self.of(array, "baseline")
-            for array in arrays
+            for array in self.arrays
         }
 
     def _of_all(self, array: _Array, *, changed: bool) -> Bitmap:
