@@ -7,9 +7,8 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Self
+from typing import Any, NoReturn, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -53,26 +52,6 @@ from cnr_store.training.tracking.optimizer_rules import trusted_classes
 from cnr_store.writing.patience import Patience, PatientBackend
 
 log = logging.getLogger("cnr_store")
-
-
-Arguments = ParamSpec("Arguments")
-
-
-def _on_all_ranks(
-    build: Callable[Concatenate[Checkpointer, Arguments], None],
-) -> Callable[Concatenate[Checkpointer, Arguments], None]:
-    """A constructor that fails on all ranks if it fails on one, or was given other options there."""
-
-    @wraps(build)
-    def build_alike(self: Checkpointer, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        try:
-            build(self, *arguments, **named)
-            self._agree_on_options()
-        except BaseException as error:
-            self._dismantle(error)
-            raise
-
-    return build_alike
 
 
 class Checkpointer:
@@ -128,7 +107,6 @@ class Checkpointer:
     """
 
     @own_keywords()
-    @_on_all_ranks
     def __init__(
         self,
         url: Url,
@@ -150,58 +128,65 @@ class Checkpointer:
         tracking: Tracking = Tracking(),
         job: Job = Job(),
     ) -> None:
-        failures, job = given_group(Failures, failures), given_group(Job, job)
-        ranks = self._group = job_group(arguments.check_group(job.group), failures.timeout_seconds)
-        retention, tracking = given_group(Retention, retention), given_group(Tracking, tracking)
-        self._options = options = Options(
-            policy=check_policy(policy),
-            codecs=CodecChoice(bits, codec, ExpectedRestores.of(job.expected_restores), state_bits, budget),
-            objects=arguments.check_stateful(state or {}),
-            on_done=arguments.check_callback("on_done", on_done),
-            rules=Rules(keep_last, retention.keep_every, retention.keep_best),
-            trusted=trusted_classes(tracking.trusted_optimizers),
-            retention=retention,
-            failures=failures,
-            limits=given_group(Limits, limits),
-            tracking=tracking,
-            job=job,
-        )
-        self._trained = trained = TrainedModel.from_arguments(model, optimizer, tracking.exclude)
-        check_settings(trained.optimizers)
-        self._structure = ModelStructure(model, trained.sharded, trained.excluded)
-        options.codecs.check_tables([table.name for table in trained.tables])
-        if ranks.rank == 0:
-            options.codecs.warn_unknown_slots(trained.table_slots)
-        backend = open_backend(url, storage_options=storage_options)
-        reading = PatientBackend(backend, Patience())
-        self._catalog = Catalog(reading)
-        self._catalog.check_format()
-        self._upkeep = BackgroundMaintenance(backend, options)
-        self._closed = False
-        self._preemptions = 0
-        self._guard = ReentrantGuard()
-        self._saves = SaveQueue(backend, trained, options, self._upkeep, self._guard, ranks)
-        self._coordinator = Coordinator(
-            ranks, trained, options, self._saves, self._upkeep, self._follow_model
-        )
-        self._loader = Loader(reading, self._catalog, trained, options, self._saves, ranks)
+        with self._alike_on_all_ranks():
+            failures, job = given_group(Failures, failures), given_group(Job, job)
+            ranks = self._group = job_group(arguments.check_group(job.group), failures.timeout_seconds)
+            retention, tracking = given_group(Retention, retention), given_group(Tracking, tracking)
+            self._options = options = Options(
+                policy=check_policy(policy),
+                codecs=CodecChoice(
+                    bits, codec, ExpectedRestores.of(job.expected_restores), state_bits, budget
+                ),
+                objects=arguments.check_stateful(state or {}),
+                on_done=arguments.check_callback("on_done", on_done),
+                rules=Rules(keep_last, retention.keep_every, retention.keep_best),
+                trusted=trusted_classes(tracking.trusted_optimizers),
+                retention=retention,
+                failures=failures,
+                limits=given_group(Limits, limits),
+                tracking=tracking,
+                job=job,
+            )
+            self._trained = trained = TrainedModel.from_arguments(model, optimizer, tracking.exclude)
+            check_settings(trained.optimizers)
+            self._structure = ModelStructure(model, trained.sharded, trained.excluded)
+            options.codecs.check_tables([table.name for table in trained.tables])
+            if ranks.rank == 0:
+                options.codecs.warn_unknown_slots(trained.table_slots)
+            backend = open_backend(url, storage_options=storage_options)
+            reading = PatientBackend(backend, Patience())
+            self._catalog = Catalog(reading)
+            self._catalog.check_format()
+            self._upkeep = BackgroundMaintenance(backend, options)
+            self._closed = False
+            self._preemptions = 0
+            self._guard = ReentrantGuard()
+            self._saves = SaveQueue(backend, trained, options, self._upkeep, self._guard, ranks)
+            self._coordinator = Coordinator(
+                ranks, trained, options, self._saves, self._upkeep, self._follow_model
+            )
+            self._loader = Loader(reading, self._catalog, trained, options, self._saves, ranks)
 
-    def _agree_on_options(self) -> None:
-        self._options.agree(self._group, self._catalog.backend.url, self._trained)
-        if self._group.world > 1:
-            said = {"fused": self._trained.fused_position}
-            self._trained.fused_position = self._group.decide(CONSTRUCT, said, first_fused)["fused"]
-        if self._group.rank == 0:
-            self._trained.warn_left_out()
-
-    def _dismantle(self, error: BaseException) -> None:
-        """Undo a constructor that failed, and tell the other ranks."""
-        if hasattr(self, "_loader"):
-            self._saves.close()
-            self._upkeep.close()
-        if hasattr(self, "_group"):
-            self._group.refuse(CONSTRUCT, f"{type(error).__name__}: {error}")
-            self._group.close()
+    @contextmanager
+    def _alike_on_all_ranks(self) -> Iterator[None]:
+        """Around a constructor: it fails on all ranks if it fails on one, or was given other options there."""
+        try:
+            yield
+            group, trained = self._group, self._trained
+            self._options.agree(group, self._catalog.backend.url, trained)
+            if group.world > 1:
+                said = {"fused": trained.fused_position}
+                trained.fused_position = group.decide(CONSTRUCT, said, first_fused)["fused"]
+            if group.rank == 0:
+                trained.warn_left_out()
+        except BaseException as error:
+            if hasattr(self, "_loader"):
+                self._saves.close()
+                self._upkeep.close()
+            if hasattr(self, "_group"):
+                self._group.refuse(CONSTRUCT, f"{type(error).__name__}: {error}")
+                self._group.close()
+            raise
 
     def save(
         self,
@@ -300,7 +285,7 @@ class Checkpointer:
             load another version.
         """
         selection = Selection.from_options(tables, tensors, rows, strict)
-        restored = self._load_to_go_on(version, fallback, selection, salvage)
+        restored = self._load(version, fallback, selection, salvage)
         if selection.everything and self._group.rank == 0:
             warn_readers(restored, self._catalog.backend.url, self._group.world)
         return restored
@@ -333,7 +318,7 @@ class Checkpointer:
         """
         arguments.check_reader(reader)
         try:
-            restored = self._load_to_go_on("latest", True, Selection.from_options(), salvage)
+            restored = self._load("latest", True, Selection.from_options(), salvage)
         except EmptyStoreError:
             if self._group.rank == 0:
                 log.warning(
@@ -358,17 +343,7 @@ class Checkpointer:
             self._follow_model()
             return self._saves.explain(self._trained.row_arrays())
 
-    def _load_to_go_on(
-        self, version: Version, fallback: bool, selection: Selection, salvage: bool
-    ) -> Restored:
-        restored = self._load_version(version, fallback, selection, salvage)
-        if self._group.rank == 0:
-            if selection.whole:
-                warn_left_out(restored, self._catalog.backend.url)
-            warn_live_writer(self._catalog)
-        return restored
-
-    def _load_version(
+    def _load(
         self, version: Version, fallback: bool, selection: Selection, salvage: bool, goes_on: bool = True
     ) -> Restored:
         self._loader.check_options(fallback, selection)
@@ -379,7 +354,12 @@ class Checkpointer:
             # The first rank alone has any, and it may take long.
             with self._group.working("load", itertools.count().__next__):
                 self._upkeep.wait()
-            return self._loader.load(version, fallback, selection, salvage, goes_on)
+            restored = self._loader.load(version, fallback, selection, salvage, goes_on)
+        if goes_on and self._group.rank == 0:
+            if selection.whole:
+                warn_left_out(restored, self._catalog.backend.url)
+            warn_live_writer(self._catalog)
+        return restored
 
     def touch(self, table: str, ids: Any) -> None:
         """Flag rows that were changed without a lookup, after the change, so that the next save writes them.

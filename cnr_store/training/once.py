@@ -115,4 +115,4 @@ def load(
     of_load = {name: options.pop(name) for name in _LOAD_OPTIONS if name in options}
     with Checkpointer(url, model, optimizer, **options) as checkpointer:
         selection = Selection.from_options(**of_load)
-        return checkpointer._load_version(version, fallback, selection, salvage, goes_on=False)
+        return checkpointer._load(version, fallback, selection, salvage, goes_on=False)
