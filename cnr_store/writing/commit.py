@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from cnr_backends import Backend, BackendError, ObjectExistsError, Transfer
 from cnr_codecs.lattice.segments import RowCounts
@@ -26,23 +26,6 @@ from cnr_store.writing.staged import Staged
 from cnr_store.writing.team import Team, error_from
 
 
-class State(NamedTuple):
-    """The state that was put, and the digests of the ranks' parts that it names, in rank order."""
-
-    nbytes: int
-    sha256: str
-    parts: Sequence[str]
-
-
-def check_planned(plan: Plan, planned: str, rank: int) -> None:
-    """Check that this rank plans what the first rank has, before it writes anything of it."""
-    if plan.digest() != planned:
-        raise SaveError(
-            f"rank {rank} decided otherwise than rank 0 what the version of step {plan.step} holds, so it was not "
-            "saved: give all ranks the same model and options, or call save with full=True"
-        )
-
-
 def put_state_parts(backend: Backend, version: str, plan: Plan, staged: Staged) -> None:
     """Put what single ranks have of the state, as far as it is here."""
     for rank, part in plan.state_parts.items():
@@ -52,22 +35,27 @@ def put_state_parts(backend: Backend, version: str, plan: Plan, staged: Staged) 
         staged.state_sha256[rank] = hashlib.sha256(data).hexdigest()
 
 
-def put_state(backend: Backend, version: str, plan: Plan, staged: Staged) -> State:
-    """Put the state that all ranks share, which names the parts of each. Needs no vote, so it is not waited for."""
+def put_state(backend: Backend, version: str, plan: Plan, staged: Staged) -> tuple[str, Sequence[str]]:
+    """Put the state that all ranks share, which names the parts of each. Needs no vote, so it is not waited for.
+
+    Returns: its digest, and those of the parts, in rank order.
+    """
     here = staged.state_sha256
     parts = plan.state_sha256 or [here[rank] for rank in range(len(here))]
     if len(parts) > MAX_RANKS:
         raise SaveError(f"{len(parts)} ranks save one version, and at most {MAX_RANKS} can")
     state = dumps(plan.state | {"ranks": [*parts]} if parts else plan.state)
     backend.put(layout.version_key(version, "state/main.json"), state)
-    return State(len(state), hashlib.sha256(state).hexdigest(), parts)
+    staged.nbytes += len(state)
+    return hashlib.sha256(state).hexdigest(), parts
 
 
 def finish_record(
-    backend: Backend, version: str, plan: Plan, staged: Staged, state: State, nonce: str
+    backend: Backend, version: str, plan: Plan, staged: Staged, state: tuple[str, Sequence[str]], nonce: str
 ) -> Record:
-    """Put the manifest, and make the record that names it and the state."""
-    changed = [rank for rank, sha256 in enumerate(state.parts) if staged.state_sha256.get(rank) != sha256]
+    """Put the manifest, and make the record that names it and the state, from `put_state`."""
+    state_sha256, parts = state
+    changed = [rank for rank, sha256 in enumerate(parts) if staged.state_sha256.get(rank) != sha256]
     if changed:
         raise SaveError(f"rank {changed[0]} put another part of the state than it had as the save began")
     moved = {path: entry.stored for path, entry in staged.arrays.items() if entry.stored}
@@ -90,32 +78,28 @@ def finish_record(
         policy={**plan.policy, **_figures(plan, staged)},
         restores=plan.restores,
         spent=plan.spent,
-        objects_bytes=staged.nbytes + state.nbytes + len(manifest),
+        objects_bytes=staged.nbytes + len(manifest),
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
-        state_sha256=state.sha256,
+        state_sha256=state_sha256,
         metadata=plan.metadata,
-        requires=(*required_features(staged.arrays), *((STATE_PARTS,) if state.parts else ())),
+        requires=(*required_features(staged.arrays), *((STATE_PARTS,) if parts else ())),
     )
 
 
 def _figures(plan: Plan, staged: Staged) -> dict[str, Any]:
-    """What the save took, for people."""
-    seconds = {name: round(value, 4) for name, value in plan.seconds().items()}
-    ranks = {"ranks": _shares(staged.ranks)} if len(staged.ranks) > 1 else {}
-    return ({"seconds": seconds} if seconds else {}) | ranks
-
-
-def _shares(ranks: Mapping[int, tuple[int, float]]) -> dict[str, Any]:
-    """What each rank put, and how long it took, for people; of many ranks, the least, the mean and the most."""
-    nbytes, seconds = zip(*(ranks[rank] for rank in sorted(ranks)), strict=True)
-    return {
-        "world": len(ranks),
-        "bytes": _listed(nbytes),
-        "seconds": _listed([round(each, 3) for each in seconds]),
-    }
+    """What the save took, for people; of many ranks, what each put, and how long it took."""
+    found: dict[str, Any] = {}
+    if seconds := {name: round(value, 4) for name, value in plan.seconds().items()}:
+        found["seconds"] = seconds
+    if len(staged.ranks) > 1:
+        nbytes, took = zip(*(staged.ranks[rank] for rank in sorted(staged.ranks)), strict=True)
+        each = {"bytes": _listed(nbytes), "seconds": _listed([round(each, 3) for each in took])}
+        found["ranks"] = {"world": len(staged.ranks), **each}
+    return found
 
 
 def _listed(values: Sequence[float]) -> Any:
+    """Values by rank; of many ranks, the least, the mean and the most."""
     if len(values) <= MAX_RANKS_LISTED:
         return list(values)
     mean = round(sum(values) / len(values), 3)
@@ -227,13 +211,9 @@ def _arbitrate(backend: Backend, direct: Backend, version: str, team: Team) -> R
             f"{cause}. It is not known whether version {version} of {backend.url} was committed: that storage has no "
             "exclusive create to find out"
         )
-    key = layout.record_key(version)
-    try:
-        direct.create(key, encode_void(str(attempt.claim), secrets.token_hex(16), time.time()))
-    except ObjectExistsError:
-        record = decode_record(backend.get(key), version)
-        if record is not None:
-            return record
+    record = _void(backend, direct.create, attempt.claim, version)
+    if record is not None:
+        return record
     raise SaveError(
         f"{cause}: version {version} of {backend.url} was made void, so that it can't be committed later"
     )
@@ -243,17 +223,26 @@ def void_attempt(
     backend: Backend, direct: Backend, claim: ClaimId, version: str, nonce: str
 ) -> Record | None:
     """Create a void record in the place of an attempt's. Returns the attempt's if that is there."""
+
+    def create(key: str, data: bytes) -> None:
+        backend.with_reserve(lambda: backend.create(key, data))
+
+    landed = _void(backend, create, claim, version)
+    if landed is not None:
+        if landed.nonce != nonce:
+            raise SaveError(f"another writer committed version {version}")
+        direct.confirm(layout.record_key(version))  # what failed may have been the sync behind it
+    return landed
+
+
+def _void(
+    backend: Backend, create: Callable[[str, bytes], None], claim: ClaimId, version: str
+) -> Record | None:
     key = layout.record_key(version)
-    void = encode_void(str(claim), secrets.token_hex(16), time.time())
     try:
-        backend.with_reserve(lambda: backend.create(key, void))
+        create(key, encode_void(str(claim), secrets.token_hex(16), time.time()))
     except ObjectExistsError:
-        landed = decode_record(backend.get(key), version)
-        if landed is not None and landed.nonce != nonce:
-            raise SaveError(f"another writer committed version {version}") from None
-        if landed is not None:
-            direct.confirm(key)  # what failed may have been the sync behind it
-        return landed
+        return decode_record(backend.get(key), version)
     return None
 
 

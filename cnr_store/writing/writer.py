@@ -23,7 +23,6 @@ from cnr_store.format import layout
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.writing.commit import (
-    check_planned,
     commit,
     commit_document,
     finish_record,
@@ -238,7 +237,11 @@ class Writer:
                 team.beat("claim")
                 announced = team.announced()
                 version = str(announced["version"])
-                check_planned(plan, announced["plan"], team.rank)
+                if plan.digest() != announced["plan"]:
+                    raise SaveError(
+                        f"rank {team.rank} decided otherwise than rank 0 what the version of step {plan.step} holds, "
+                        "so it was not saved: give all ranks the same model and options, or call save with full=True"
+                    )
                 self._check_shared(version)
                 staged = self._stage(version, plan, rows_done, team)
                 # A mount that is lost leaves a folder that takes objects.

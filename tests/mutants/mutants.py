@@ -273,8 +273,8 @@ MUTANTS = [
     Mutant(
         "a commit whose last sync failed is synced again",
         "cnr_store/writing/commit.py",
-        "            direct.confirm(key)  # what failed may have been the sync behind it\n",
-        "            pass\n",
+        "        direct.confirm(layout.record_key(version))  # what failed may have been the sync behind it\n",
+        "        pass\n",
         f"{STORE}/writing/test_failed_syncs.py",
     ),
     Mutant(
