@@ -15,7 +15,7 @@ from cnr_backends.pieces import Pieces
 from cnr_codecs import LosslessRows, RowCodec, UniformRows
 from cnr_store.ranks.placement import Piece
 from cnr_store.writing.plan import RowsWrite
-from cnr_store.writing.rows import Rows
+from cnr_store.writing.row_codes import Rows
 
 Array = np.ndarray[Any, Any]
 Which = Array | slice

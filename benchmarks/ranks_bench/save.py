@@ -20,13 +20,13 @@ from benchmarks.ranks_bench.rows import Model, RowsMaker, TableShape
 from cnr_store.format.grid import Counts, block_count, count_blocks
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
+from cnr_store.ranks.protocol import Team
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.saving.agreement import Layout, together
 from cnr_store.training.saving.coordinator import merge_said
 from cnr_store.writing.plan import Held, Plan, RowsWrite
-from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer
 
 

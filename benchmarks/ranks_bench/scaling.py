@@ -18,7 +18,7 @@ from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.decisions import decode
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.saving import agreement
-from cnr_store.writing import commit, exchange, stage
+from cnr_store.writing import exchange, stage, writer
 from cnr_store.writing.plan import Plan
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def _computed_once() -> Iterator[None]:
 
     with (
         patch.object(agreement, "decode", once("decode", decode, lambda data: data)),
-        patch.object(commit, "told_record", once("record", commit.told_record, lambda version, *_: version)),
+        patch.object(writer, "told_record", once("record", writer.told_record, lambda version, *_: version)),
         patch.object(Plan, "place", once("place", Plan.place, lambda plan: len(plan.rows))),
         patch.object(stage, "moved_nodes", once("moved", moved_nodes, id)),
         patch.object(Placement, "from_json", once("placement", Placement.from_json, id)),

@@ -22,9 +22,9 @@ from benchmarks.codec_bench.timing import race
 from cnr_backends import Backend, Transfer, open_backend
 from cnr_backends.testing import DelayedBackend
 from cnr_codecs import UniformRows
+from cnr_store.ranks.protocol import Team
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.stage import PUT_BYTES_IN_FLIGHT, PUTS_IN_FLIGHT, stage
-from cnr_store.writing.team import Team
 
 DELAY_SECONDS = 0.02
 TABLES = 20

@@ -26,10 +26,10 @@ from cnr_store.format.state_arrays import ArrayLeaf
 from cnr_store.ranks.group import Document
 from cnr_store.ranks.owners import split_by_size
 from cnr_store.ranks.placement import Piece, Placement
+from cnr_store.ranks.protocol import Team
 from cnr_store.training.model.object_state import tensor_leaf
 from cnr_store.training.model.tensors import AnyArray, dense_numpy, dtype_name, dtype_named, numpy_view
 from cnr_store.writing.plan import DenseWrite, Held, RowsWrite
-from cnr_store.writing.team import Team
 
 ROWS_BYTES = 16 << 10
 """Smaller tensors are dense, unless a pattern names them."""

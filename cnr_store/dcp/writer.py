@@ -42,6 +42,7 @@ from cnr_store.policies.checks import integer
 from cnr_store.policies.policy import decide
 from cnr_store.policies.widths import LOSSLESS, Bits, match_pattern
 from cnr_store.ranks.group import Alone, Document
+from cnr_store.ranks.protocol import Team
 from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.model.patterns import check_patterns
 from cnr_store.training.model.tensors import dtype_named
@@ -50,7 +51,6 @@ from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE
 from cnr_store.writing.lineage import spent_once_restored
 from cnr_store.writing.plan import DenseWrite, Plan
-from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer as VersionWriter
 
 log = logging.getLogger("cnr_store")

@@ -35,6 +35,7 @@ from cnr_store.errors import (
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Document, Group
+from cnr_store.ranks.protocol import error_document, error_from
 from cnr_store.training.loading.load_result import Restored, warn_salvaged
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
@@ -48,7 +49,6 @@ from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.lineage import Lineage, spent_once_restored
 from cnr_store.writing.patience import PatientBackend
 from cnr_store.writing.steps import lattice_of
-from cnr_store.writing.team import error_document, error_from
 
 log = logging.getLogger("cnr_store")
 

@@ -8,8 +8,9 @@ are, and the owner encodes them. In either case the codes are those that one pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,9 @@ from cnr_store.errors import SaveError
 from cnr_store.format.grid import Grid, rows_in
 from cnr_store.ranks.fragments import BytesLike, EncodedChunk, Fragment, RawRows, pack, unpack
 from cnr_store.ranks.owners import Share, assign, supplier
-from cnr_store.writing.plan import Held, RowsWrite
-from cnr_store.writing.row_codes import Array
-from cnr_store.writing.rows import encode_block
-from cnr_store.writing.team import Team
+from cnr_store.ranks.protocol import Team
+from cnr_store.writing.plan import DenseWrite, Held, RowsWrite
+from cnr_store.writing.row_codes import Array, encode_block
 
 ROUND_BYTES = 16 << 20
 """Encoded bytes of a round for each rank. Whatever is exchanged in it is in memory at once."""
@@ -298,3 +298,55 @@ def _joined(rows: RowsWrite, parts: Sequence[RawRows]) -> tuple[Array, Array]:
     if filled != values.size:
         raise SaveError(f"{rows.path}: ranks gave {filled} values of rows that have {values.size}")
     return offsets.astype(np.int64), values
+
+
+def joined(dense: Sequence[DenseWrite], team: Team) -> list[DenseWrite]:
+    """The dense arrays of a plan, those that this rank puts with their values, from the pieces that ranks hold.
+
+    `dense`: the same arrays in pieces on all ranks, in the same order. The others may differ.
+    `team`: the ranks that share them.
+    """
+    shared = [write for write in dense if write.pieces is not None]  # which ranks know by their numbers
+    by_owner: dict[int, list[Fragment]] = {write.owner: [] for write in shared}
+    for number, write in enumerate(shared):
+        by_owner[write.owner] += _dense_fragments(number, write)
+    is_owner, own = team.rank in by_owner, by_owner.pop(team.rank, [])
+    if shared and team.world > 1:
+        others = [rank for rank in range(team.world) if rank != team.rank] if is_owner else []
+        messages = {owner: pack(fragments) for owner, fragments in sorted(by_owner.items())}
+        for rank, data in team.exchange(messages, others).items():
+            own += _unpacked(data, rank)
+    whole = {
+        write.path: _whole(
+            write, [each for each in own if isinstance(each, RawRows) and each.write == number]
+        )
+        for number, write in enumerate(shared)
+        if write.owner == team.rank
+    }
+    return [whole.get(write.path, write) for write in dense]
+
+
+def _dense_fragments(number: int, write: DenseWrite) -> Iterator[Fragment]:
+    """What this rank has of a dense array, as rows of all that lies beyond its first dimension."""
+    beyond = math.prod(write.values.shape[2:])
+    for piece in write.pieces or ():
+        if piece.values.size:
+            values = piece.values.reshape(len(piece.values) if piece.values.ndim else 1, -1)
+            offsets = np.arange(piece.first_row, piece.first_row + len(values), dtype=np.uint32)
+            yield RawRows(number, 0, 0, piece.first_column * beyond, offsets, values)
+
+
+def _whole(write: DenseWrite, pieces: Sequence[RawRows]) -> DenseWrite:
+    values = np.empty(write.values.shape, write.values.dtype)
+    rows = len(values) if values.ndim else 1
+    cells, boxes = values.reshape(rows, values.size // max(1, rows)), dict[tuple[int, ...], int]()
+    for piece in pieces:  # replicas of a box are alike
+        row, column, part = int(piece.offsets[0]), piece.first_column, piece.values.view(values.dtype)
+        cells[row : row + len(part), column : column + part.shape[1]] = part
+        boxes[row, column, *part.shape] = part.size
+    if sum(boxes.values()) != values.size:
+        raise SaveError(
+            f"{write.path}: the ranks that save have {sum(boxes.values()):,} of its {values.size:,} elements; give "
+            "Checkpointer the group of all ranks that train the model"
+        )
+    return replace(write, values=values, pieces=None)

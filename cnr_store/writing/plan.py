@@ -18,8 +18,7 @@ from cnr_store.format.grid import Counts, Grid, choose_grid, count_blocks
 from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import place
 from cnr_store.ranks.placement import Placement
-from cnr_store.writing.row_codes import Array, RowCodes
-from cnr_store.writing.rows import Block, CodedRows, Rows, encode_block
+from cnr_store.writing.row_codes import Array, Block, CodedRows, RowCodes, Rows, encode_block
 from cnr_store.writing.scales import ScaleSample
 
 

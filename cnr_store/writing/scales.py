@@ -10,8 +10,7 @@ from cnr_codecs import LatticeRows, RowCodec
 from cnr_codecs.lattice.segments import RowCounts
 from cnr_codecs.lattice.steps import OF_NORMAL
 from cnr_store.format.record import ArrayEntry
-from cnr_store.writing.row_codes import Array, gridded_codec
-from cnr_store.writing.rows import Block, CodedRows
+from cnr_store.writing.row_codes import Array, Block, CodedRows, gridded_codec
 
 _ROWS = 1024
 """Looked at of an array, or more. Where rows' sizes are log-normal, sigma 2, the median of these is off by 8 %."""

@@ -7,32 +7,35 @@ put.
 
 from __future__ import annotations
 
-import json
-import math
+import base64
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import google_crc32c
 import numpy as np
 
-from cnr_backends import Backend, Transfer
+from cnr_backends import Backend, Transfer, build_shard
 from cnr_codecs import array_dtype, zarr_codecs
+from cnr_codecs.lattice.segments import RowCounts
 from cnr_store.errors import SaveError
 from cnr_store.format import layout
-from cnr_store.format.arrays import add_node, dense_grid, document_bytes, rows_document
+from cnr_store.format.arrays import Doc, add_node, dense_document, dense_grid, document_bytes, rows_document
+from cnr_store.format.manifest import Part
+from cnr_store.format.record import ArrayEntry
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.fragments import BytesLike
-from cnr_store.writing.exchange import Exchange, positions_of
-from cnr_store.writing.plan import DensePiece, DenseWrite, MovedRows, Plan, RowsWrite
-from cnr_store.writing.staged import Beginnings, Object, Staged
+from cnr_store.ranks.protocol import Team
+from cnr_store.writing.exchange import Exchange, joined, positions_of
+from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
 from cnr_store.writing.steps import find_steps
-from cnr_store.writing.team import Team
 
 PUTS_IN_FLIGHT = 16
 _PUTS_WAITING = 4 * PUTS_IN_FLIGHT
@@ -40,6 +43,159 @@ _PUTS_WAITING = 4 * PUTS_IN_FLIGHT
 PUT_BYTES_IN_FLIGHT = 128 << 20
 _ENCODED_TOGETHER_BYTES = 4 << 20
 """Of the rows that one task encodes: enough to make the task worth its thread, little enough to share a shard out."""
+_NUMBER = np.dtype("<u4")
+_MOST_BEGINNING = 0.3
+"""Of the time that encoding takes: how long the thread that encodes may write, at most."""
+
+
+@dataclass
+class Staged:
+    """What has been put so far, and the seconds that all threads have spent on encoding it."""
+
+    # The arrays of rows of the plan, those on a lattice with the step that was found for them
+    rows: Sequence[RowsWrite] = ()
+    arrays: dict[str, ArrayEntry] = field(default_factory=dict)
+    nodes: dict[str, Doc] = field(default_factory=dict)
+    parts: dict[str, dict[int, Part]] = field(default_factory=dict)
+    nbytes: int = 0
+    encoding_seconds: float = 0.0
+    # Of many ranks: the dense arrays that only this one knows of
+    own: list[list[Any]] = field(default_factory=list)
+    state_sha256: dict[int, str] = field(default_factory=dict)  # by rank, the digest of its part of the state
+    # By rank, the bytes that it put, and the seconds that it took for them
+    ranks: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # By path of an array on a grid, how many rows are stored otherwise than on it, where any are
+    counts: dict[str, RowCounts] = field(default_factory=dict)
+
+    def to_vote(self) -> dict[str, Any]:
+        """What this rank put, for the rank that commits."""
+        parts = {
+            path: _packed([(index, part.nbytes, part.tail) for index, part in sorted(parts.items())])
+            for path, parts in self.parts.items()
+        }
+        return {
+            "parts": parts,
+            "nbytes": self.nbytes,
+            "own": [[*own, self.arrays[own[0]].stored] for own in self.own],
+            "state": [*self.state_sha256.items()],
+            "ranks": [[rank, *wrote] for rank, wrote in self.ranks.items()],
+            "counts": self.counts,
+        }
+
+    def add(self, vote: Mapping[str, Any]) -> None:
+        """Add what another rank put. `SaveError` if both put the same object."""
+        for path, parts in vote["parts"].items():
+            own = self.parts.setdefault(path, {})
+            for index, nbytes, tail in _unpacked(parts):
+                if index in own:
+                    raise SaveError(f"{path}: two ranks have written object {index}")
+                own[index] = Part(nbytes, tail)
+        self.nbytes += vote["nbytes"]
+        self.state_sha256.update(vote["state"])
+        self.ranks.update({rank: (nbytes, seconds) for rank, nbytes, seconds in vote["ranks"]})
+        for path, counts in vote["counts"].items():
+            self.count(path, [counts])
+        for path, shape, dtype, torch_dtype, stored in vote["own"]:
+            shaped = np.broadcast_to(np.zeros((), dtype), tuple(shape))  # which takes no memory
+            self.note_dense(DenseWrite(path, shaped, torch_dtype))
+            self.arrays[path] = replace(self.arrays[path], stored=stored)
+
+    def count(self, path: str, counted: Iterable[Sequence[int]]) -> None:
+        """Add how rows of an array are stored."""
+        total = RowCounts(*map(sum, zip(self.counts.get(path, RowCounts()), *counted, strict=True)))
+        if any(total):
+            self.counts[path] = total
+
+    def note_dense(self, dense: DenseWrite) -> Doc:
+        """Note a dense array; its document."""
+        grid = dense_grid(dense.values.shape, dense.values.dtype)
+        doc = dense_document(grid, layout.decode_name(dense.path.rsplit("/", 1)[-1]), dense.torch_dtype)
+        add_node(self.nodes, dense.path, doc)
+        self.arrays[dense.path] = ArrayEntry(
+            "dense", dense.values.shape, grid.dtype.name, aliases=dense.aliases
+        )
+        return doc
+
+
+@dataclass(eq=False)
+class Object:
+    """An object to put. `path` is None for metadata. Its put may be begun by one thread and be finished by another."""
+
+    key: str
+    # A shard's chunks, or bytes that are the object. None: only its place is made ready, as it takes time to encode.
+    data: bytes | Sequence[BytesLike | None] | None
+    path: str | None = None
+    index: int = 0
+    _begun: Generator[None, None, None] | None = None
+
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return (
+            len(self.data) if isinstance(self.data, bytes) else sum(map(len, filter(None, self.data or ())))
+        )
+
+    def begin(self, backend: Backend) -> None:
+        """Begin the put."""
+        self._begun = backend.begin_put(self.key, self._pieces)
+
+    def finish(self, backend: Backend) -> Part | None:
+        """Put what is not put yet. Returns what the manifest says of it."""
+        if self.data is None:
+            backend.prepare(self.key)
+            return None
+        if self._begun is None:
+            backend.put(self.key, self._pieces)
+        else:
+            deque(self._begun, maxlen=0)
+        return Part(sum(map(len, self._pieces)), int.from_bytes(bytes(self._pieces[-1])[-4:], "little"))
+
+    def close(self) -> None:
+        """Leave nothing of a put that was begun. No thread may be at it."""
+        if self._begun is not None:
+            self._begun.close()
+
+    @cached_property
+    def _pieces(self) -> Sequence[BytesLike]:
+        return [self.data] if isinstance(self.data, bytes) else build_shard(self.data or ())
+
+
+class Beginnings:
+    """Puts that the thread which encodes begins, as it is alone and training goes on beside it.
+
+    One more thread that copies bytes to the page cache would be a third one, and training would wait for it on two
+    cores. It does so only while that takes little beside encoding: where writing waits for the storage, a save must not
+    take as long as both.
+    """
+
+    def __init__(self, backend: Backend, staged: Staged) -> None:
+        self._backend, self._staged = backend, staged
+        self._begun = WeakSet[Object]()
+        self._seconds = 0.0
+
+    def begin(self, objects: Iterable[Object]) -> Generator[Object, None, None]:
+        """The objects, to be finished by other threads."""
+        for made in objects:
+            if made.data is not None and self._seconds <= _MOST_BEGINNING * self._staged.encoding_seconds:
+                began = time.perf_counter()
+                made.begin(self._backend)
+                self._begun.add(made)
+                self._seconds += time.perf_counter() - began
+            yield made
+
+    def close(self) -> None:
+        """Leave nothing of those that were begun and not finished."""
+        for made in self._begun:
+            made.close()
+
+
+def _packed(parts: list[tuple[int, int, int]]) -> str:
+    """Objects as text of 16 bytes each: rank 0 gets those of all ranks."""
+    return base64.b64encode(np.array(parts, _NUMBER).tobytes()).decode()
+
+
+def _unpacked(text: str) -> list[list[int]]:
+    found: list[list[int]] = np.frombuffer(base64.b64decode(text), _NUMBER).reshape(-1, 3).tolist()
+    return found
 
 
 def stage(
@@ -266,70 +422,3 @@ def _shards(rows: RowsWrite, shards: Iterable[int]) -> Iterator[_Chunks]:
             end = max(first + 1, bisect_right(edges, edges[first] + most_rows) - 1)
             yield _Chunks(rows, shard, first, edges[first : end + 1])
             first = end
-
-
-_HEADER_BYTES = 8
-
-
-def joined(dense: Sequence[DenseWrite], team: Team) -> list[DenseWrite]:
-    """The dense arrays of a plan, those that this rank puts with their values, from the pieces that ranks hold.
-
-    `dense`: the same arrays in pieces on all ranks, in the same order. The others may differ.
-    `team`: the ranks that share them.
-    """
-    shared = [write for write in dense if write.pieces is not None]  # which ranks know by their numbers
-    if not shared:
-        return list(dense)
-    me = team.rank
-    pieces = {number: list(write.pieces or ()) for number, write in enumerate(shared) if write.owner == me}
-    if team.world > 1:
-        owners = {write.owner for write in shared}
-        messages = {owner: _packed(shared, owner) for owner in sorted(owners - {me})}
-        others = [rank for rank in range(team.world) if rank != me] if me in owners else []
-        for data in team.exchange(messages, others).values():
-            for number, piece in _unpacked(data, shared):
-                pieces[number].append(piece)
-    whole = {shared[number].path: _whole(shared[number], pieces[number]) for number in pieces}
-    return [whole.get(write.path, write) for write in dense]
-
-
-def _packed(shared: Sequence[DenseWrite], owner: int) -> list[Any]:
-    """What this rank has of the arrays of an owner, as a message."""
-    sent = [
-        (number, piece)
-        for number, write in enumerate(shared)
-        if write.owner == owner
-        for piece in write.pieces or ()
-    ]
-    listed = [
-        [number, piece.first_row, piece.first_column, list(piece.values.shape)] for number, piece in sent
-    ]
-    header = json.dumps(listed).encode()
-    values = [np.ascontiguousarray(piece.values).reshape(-1).view(np.uint8) for _, piece in sent]
-    return [len(header).to_bytes(_HEADER_BYTES, "little"), header, *values]
-
-
-def _unpacked(data: Any, shared: Sequence[DenseWrite]) -> Iterator[tuple[int, DensePiece]]:
-    """The pieces of a message, each with the number of its array."""
-    end = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
-    for number, row, column, shape in json.loads(bytes(data[_HEADER_BYTES:end])):
-        dtype = shared[number].values.dtype
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        yield number, DensePiece(row, column, np.frombuffer(data[start:end], dtype).reshape(shape))
-
-
-def _whole(write: DenseWrite, pieces: Sequence[DensePiece]) -> DenseWrite:
-    values = np.empty(write.values.shape, write.values.dtype)
-    boxes: dict[tuple[Any, ...], int] = {}
-    for piece in pieces:  # replicas of a box are alike
-        boxes[piece.first_row, piece.first_column, piece.values.shape] = piece.values.size
-        target = values[piece.first_row :][: len(piece.values)] if values.ndim else values
-        if values.ndim > 1:
-            target = target[:, piece.first_column :][:, : piece.values.shape[1]]
-        target[...] = piece.values
-    if sum(boxes.values()) != values.size:
-        raise SaveError(
-            f"{write.path}: the ranks that save have {sum(boxes.values()):,} of its {values.size:,} elements; give "
-            "Checkpointer the group of all ranks that train the model"
-        )
-    return replace(write, values=values, pieces=None)

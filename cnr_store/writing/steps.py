@@ -20,10 +20,10 @@ from cnr_codecs.payload.coded import Grid
 from cnr_store.errors import SaveError
 from cnr_store.format.record import Move
 from cnr_store.ranks.placement import Span
+from cnr_store.ranks.protocol import Team
 from cnr_store.writing.exchange import columns_of
 from cnr_store.writing.plan import RowsWrite
 from cnr_store.writing.row_codes import Array, grid_of, gridded_codec
-from cnr_store.writing.team import Team
 
 
 def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, team: Team) -> list[RowsWrite]:

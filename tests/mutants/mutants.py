@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     Mutant(
         "a commit record is created, never put",
-        "cnr_store/writing/commit.py",
+        "cnr_store/writing/writer.py",
         "    backend.create(record.key(), data)",
         "    backend.put(record.key(), data)",
         f"{STORE}/writing/test_faults.py",
@@ -272,7 +272,7 @@ MUTANTS = [
     ),
     Mutant(
         "a commit whose last sync failed is synced again",
-        "cnr_store/writing/commit.py",
+        "cnr_store/writing/writer.py",
         "        direct.confirm(layout.record_key(version))  # what failed may have been the sync behind it\n",
         "        pass\n",
         f"{STORE}/writing/test_failed_syncs.py",

@@ -23,8 +23,7 @@ from cnr_codecs.uniform.uniform import SCHEMES, QuantizedRows, UniformRows
 from cnr_store.training.devices.arithmetic import ELEMENTS, Codec, quantize, rows_together
 from cnr_store.training.devices.moving import Arrays, start_copy
 from cnr_store.training.devices.support import failing_saves
-from cnr_store.writing.row_codes import Array
-from cnr_store.writing.rows import CodedRows
+from cnr_store.writing.row_codes import Array, CodedRows
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from cnr_store.training.devices import support
 from cnr_store.training.devices.arithmetic import ELEMENTS, Codec
 from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.encode import RowsFromDevice, can_encode, encode, least_bytes, on_host
-from cnr_store.writing.rows import encode_block
+from cnr_store.writing.row_codes import encode_block
 
 log = logging.getLogger("cnr_store")
 PROOF_ROWS, _DIM = 512, 37

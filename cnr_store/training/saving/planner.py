@@ -19,11 +19,10 @@ from cnr_store.training.model.tables import Table
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.memory import free_bytes
 from cnr_store.training.saving.codec_choice import CodecChoice
-from cnr_store.training.saving.copies import Copies
 from cnr_store.training.saving.decays import Decays
 from cnr_store.training.saving.explanation import ExplainedTable, Explanation
 from cnr_store.training.saving.options import Options
-from cnr_store.training.saving.snapshot import Snapshot, Staging
+from cnr_store.training.saving.snapshot import Copies, Snapshot, Staging
 from cnr_store.training.saving.tally import ArrayOf, Bitmaps, Changed, RowSets, Tally, continues, place
 from cnr_store.training.tracking.bitmap import bitmap_bytes, count
 from cnr_store.training.tracking.comparison import Comparison

@@ -22,6 +22,7 @@ from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import room_advice
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
+from cnr_store.ranks.protocol import Team
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
@@ -39,7 +40,6 @@ from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.training.tracking.tracker import Tracker
 from cnr_store.writing.patience import Patience
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.team import Team
 from cnr_store.writing.writer import Writer
 
 log = logging.getLogger("cnr_store")

@@ -16,10 +16,10 @@ from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.link import Link
 from cnr_store.format import grid
 from cnr_store.ranks.placement import Piece
+from cnr_store.ranks.protocol import Team
 from cnr_store.writing import writer
 from cnr_store.writing.plan import Plan
 from cnr_store.writing.stage import stage
-from cnr_store.writing.team import Team
 from tests.test_store.ranks.support.spread_model import Cut, Random, TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, changed, find_spread_models
 from tests.test_store.support.places import quick_folder

@@ -16,10 +16,10 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains import array_reader
 from cnr_store.format import grid
 from cnr_store.format.record import ArrayEntry
+from cnr_store.ranks.protocol import Team
 from cnr_store.training.saving import codec_choice, tally
 from cnr_store.writing import exchange, stage, writer
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.team import Team
 from tests.nightly import FACTOR, at_night
 from tests.test_store.ranks.support.spread_model import Array, Random, TableKind, draw_cut
 from tests.test_store.ranks.support.thread_job import ThreadJob, Truth, changed, find_spread_models

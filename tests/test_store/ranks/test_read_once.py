@@ -12,9 +12,9 @@ import pytest
 import cnr_store
 from cnr_store import RanksError, SaveError
 from cnr_store.training import resumption
-from cnr_store.writing import commit, writer
+from cnr_store.writing import writer
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.staged import Staged
+from cnr_store.writing.stage import Staged
 from tests.test_store.ranks.support.small_job import (
     SmallJob,
     Watched,
@@ -112,7 +112,7 @@ def test_the_first_rank_commits_in_six_requests(url: str) -> None:
 def test_a_rank_that_puts_another_state_than_it_said_fails_the_save(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = commit.put_state_parts
+    put = writer.put_state_parts
     with SmallJob(url, 2) as job:
         job.save(1)
 

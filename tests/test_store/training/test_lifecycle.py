@@ -21,7 +21,7 @@ from cnr_backends.testing import FaultyBackend
 from cnr_backends.testing.faulty import Fault
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.training.model import row_arrays, tensors
-from cnr_store.training.saving import copies
+from cnr_store.training.saving import snapshot
 
 
 class Job:
@@ -115,7 +115,7 @@ def test_a_save_that_cannot_be_planned_forgets_no_row(
     job.checkpointer.save(0).result()
     job.step(7)
     with monkeypatch.context() as patched:
-        patched.setattr(copies.Copies, "rows", lambda *_: 1 / 0)
+        patched.setattr(snapshot.Copies, "rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             job.checkpointer.save(1)
     assert job.checkpointer.save(2).result().rows == 1

@@ -14,10 +14,10 @@ import pytest
 from cnr_backends import StorageError, Transfer
 from cnr_backends.local import LocalBackend
 from cnr_codecs import LosslessRows
+from cnr_store.ranks.protocol import Team
 from cnr_store.writing.patience import Patience, PatientBackend
 from cnr_store.writing.plan import Plan, RowsWrite
 from cnr_store.writing.stage import stage
-from cnr_store.writing.team import Team
 
 VERSION, ROWS, TABLES = "000001-00000000.00000001", 300, 6
 
@@ -84,7 +84,7 @@ def objects(folder: Path) -> set[str]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that encodes writes, however long that takes: a busy machine would hand puts over."""
-    monkeypatch.setattr("cnr_store.writing.staged._MOST_BEGINNING", 100)
+    monkeypatch.setattr("cnr_store.writing.stage._MOST_BEGINNING", 100)
 
 
 @pytest.mark.usefixtures("patient")

@@ -101,6 +101,6 @@ def test_boundaries_of_another_table_are_not_committed(tmp_path: Path, boundarie
 def test_more_parts_than_readers_accept_are_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cnr_store.writing.commit.MAX_RANKS", 1)
+    monkeypatch.setattr("cnr_store.writing.writer.MAX_RANKS", 1)
     with pytest.raises(CheckpointError, match="2 ranks save one version, and at most 1 can"):
         Writer(open_backend(tmp_path / "store"), workers=1).write(plan(1, None))

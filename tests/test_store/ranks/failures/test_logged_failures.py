@@ -10,10 +10,10 @@ import pytest
 import cnr_store
 from cnr_backends import Backend, Transfer
 from cnr_store import SaveError
+from cnr_store.ranks.protocol import Team
 from cnr_store.writing import stage, writer
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.staged import Staged
-from cnr_store.writing.team import Team
+from cnr_store.writing.stage import Staged
 from tests.test_store.ranks.support.small_job import SmallJob, assert_same, find_small_models, load_alone
 from tests.test_store.support.places import quick_folder
 

@@ -29,8 +29,7 @@ from cnr_codecs.uniform.uniform import QuantizedRows, SchemeName
 from cnr_store.training.devices import arithmetic
 from cnr_store.training.devices import encode as encoding
 from cnr_store.training.devices.encode import can_encode, encode, on_host
-from cnr_store.writing.row_codes import RowCodes
-from cnr_store.writing.rows import encode_block
+from cnr_store.writing.row_codes import RowCodes, encode_block
 from tests.nightly import at_night
 from tests.test_codecs.hard_rows import ROW_MAKERS
 from tests.test_store.training.devices.device import DEVICE

@@ -26,7 +26,7 @@ from cnr_store.training.devices.moving import start_copy
 from cnr_store.training.model.tensors import gather
 from cnr_store.training.tracking.bitmap import rows_of
 from cnr_store.training.tracking.device_bitmap import RowBits
-from cnr_store.writing.rows import encode_block
+from cnr_store.writing.row_codes import encode_block
 from tests.test_codecs import hard_rows
 from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_encode import table_of
