@@ -24,8 +24,9 @@ from cnr_store.ranks.protocol import Team
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
-from cnr_store.training.saving.agreement import Layout, together
+from cnr_store.training.saving.agreement import together
 from cnr_store.training.saving.coordinator import merge_said
+from cnr_store.training.saving.tally import Tally
 from cnr_store.writing.plan import Held, Plan, RowsWrite
 from cnr_store.writing.writer import Writer
 
@@ -47,7 +48,7 @@ def fixed_names() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Box:
-    """What `Layout` asks of a table."""
+    """What `Tally` asks of a table."""
 
     first_row: int
     local_rows: int
@@ -67,7 +68,7 @@ def save(group: Group, backend: CountedBackend, model: Model, rows: RowsMaker) -
     writer = writer or Writer(backend, 1)
     backend.begin()
     counted = CountedGroup(group)
-    layout = Layout(counted)
+    layout = Tally(counted, ())
     pieces = [table.piece(group.rank, group.world) for table in model.tables]
 
     def say(_: bool) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def _writes(
     group: Group,
     ids: Any,
     counts: Counts | None,
-    layout: Layout,
+    layout: Tally,
     rows: RowsMaker,
     previous: str,
 ) -> Iterator[RowsWrite]:

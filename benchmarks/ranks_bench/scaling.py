@@ -17,7 +17,7 @@ from benchmarks.ranks_bench.save import fixed_names, save
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.decisions import decode
 from cnr_store.ranks.placement import Placement
-from cnr_store.training.saving import agreement
+from cnr_store.training.saving import tally
 from cnr_store.writing import exchange, stage, writer
 from cnr_store.writing.plan import Plan
 
@@ -57,7 +57,7 @@ def _computed_once() -> Iterator[None]:
         return wrapper
 
     with (
-        patch.object(agreement, "decode", once("decode", decode, lambda data: data)),
+        patch.object(tally, "decode", once("decode", decode, lambda data: data)),
         patch.object(writer, "told_record", once("record", writer.told_record, lambda version, *_: version)),
         patch.object(Plan, "place", once("place", Plan.place, lambda plan: len(plan.rows))),
         patch.object(stage, "moved_nodes", once("moved", moved_nodes, id)),

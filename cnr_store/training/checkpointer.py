@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -38,7 +39,7 @@ from cnr_store.training.model import arguments
 from cnr_store.training.model.object_state import check_settings
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.preemption import JointPreemption, Preemption, watch_signals
-from cnr_store.training.process.reentrant_guard import ReentrantGuard
+from cnr_store.training.process.threads import ReentrantGuard
 from cnr_store.training.resumption import Loader
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
@@ -427,19 +428,15 @@ class Checkpointer:
 
     @contextmanager
     def _watch(self, signals: Iterable[int]) -> Iterator[Preemption]:
-        with watch_signals(signals, self._new_preemption) as preempted:
+        self._preemptions += 1
+        is_alone, joint = self._group.world == 1, partial(JointPreemption, self._group, self._preemptions)
+        with watch_signals(signals, Preemption if is_alone else joint) as preempted:
             before, self._saves.is_preempted = self._saves.is_preempted, lambda: preempted.signal is not None
             try:
                 yield preempted
             finally:
                 if preempted.signal is None:  # or the process ends soon, after `close`
                     self._saves.is_preempted = before
-
-    def _new_preemption(self) -> Preemption:
-        if self._group.world == 1:
-            return Preemption()
-        self._preemptions += 1
-        return JointPreemption(self._group, self._preemptions)
 
     def _follow_model(self) -> None:
         self._trained.reshard()

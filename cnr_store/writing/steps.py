@@ -5,7 +5,6 @@ Each rank counts the values that it has by their magnitude; those that several h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -17,13 +16,12 @@ from cnr_backends import Transfer
 from cnr_codecs import CodecError, FloatingRows, Followed, LatticeRows, RowCodec, row_codec
 from cnr_codecs.lattice.steps import COUNTED_ROWS, Counts, median_scale, no_counts, scale_counts
 from cnr_codecs.payload.coded import Grid
-from cnr_store.errors import SaveError
 from cnr_store.format.record import Move
 from cnr_store.ranks.placement import Span
 from cnr_store.ranks.protocol import Team
 from cnr_store.writing.exchange import columns_of
 from cnr_store.writing.plan import RowsWrite
-from cnr_store.writing.row_codes import Array, grid_of, gridded_codec
+from cnr_store.writing.row_codes import grid_of, gridded_codec
 
 
 def find_steps(writes: Sequence[RowsWrite], transfer: Transfer, team: Team) -> list[RowsWrite]:
@@ -62,7 +60,10 @@ def _counts(rows: RowsWrite, rank: int, transfer: Transfer) -> Counts:
 
     def count(block: _Block) -> Counts:
         begin, end, spans = block
-        parts = _parts(rows, rows.values(begin, end), spans)
+        values, held = rows.values(begin, end), rows.held
+        if spans is None or held is None:
+            return scale_counts(values)
+        parts = (columns_of(held, values, span.first_column, span.columns) for span in spans)
         return sum(map(scale_counts, parts), no_counts())
 
     with closing(transfer.map(count, _blocks(rows, rank))) as counts:
@@ -88,29 +89,17 @@ def _blocks(rows: RowsWrite, rank: int) -> Iterator[_Block]:
                 yield first, min(first + COUNTED_ROWS, end), spans
 
 
-def _parts(rows: RowsWrite, values: Array, spans: tuple[Span, ...] | None) -> list[Array]:
-    if spans is None or rows.held is None:
-        return [values]
-    return [columns_of(rows.held, values, span.first_column, span.columns) for span in spans]
-
-
 def _added(own: Counts, paths: Sequence[str], team: Team) -> dict[str, Counts]:
-    """The counts of all ranks, by path; `own`, (paths, bins), are this one's."""
+    """The counts of all ranks, by path; `own`, (paths, bins), are this one's. The first rank adds them up."""
     others = range(1, team.world)
     if team.rank:
         team.exchange({0: [own.astype("<i8").tobytes()]}, [])
-        total = _parsed(team.exchange({}, [0])[0], 0, own.shape)
+        total = np.frombuffer(team.exchange({}, [0])[0], "<i8").reshape(own.shape)
     else:
-        received = team.exchange({}, list(others))
-        total = sum((_parsed(received[rank], rank, own.shape) for rank in others), own)
+        received = team.exchange({}, others).values()
+        total = sum((np.frombuffer(data, "<i8").reshape(own.shape) for data in received), own)
         team.exchange({rank: [total.astype("<i8").tobytes()] for rank in others}, [])
     return dict(zip(paths, total, strict=True))
-
-
-def _parsed(data: Any, rank: int, shape: tuple[int, ...]) -> Counts:
-    if len(data) != 8 * math.prod(shape):
-        raise SaveError(f"rank {rank} sent {len(data)} bytes of counts, expected {8 * math.prod(shape)}")
-    return np.frombuffer(data, "<i8").astype(np.int64).reshape(shape)
 
 
 def finds_step(codec: RowCodec) -> bool:

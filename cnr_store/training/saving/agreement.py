@@ -6,22 +6,18 @@ A rank that can't begin tells the others, so that none begins. Every difference 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from cnr_store.errors import CheckpointError, SaveError, UnsupportedModelError
+from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps
-from cnr_store.ranks.decisions import decode, encode, named
+from cnr_store.ranks.decisions import named
 from cnr_store.ranks.group import Document, Group, Judge
 from cnr_store.ranks.owners import few_owners, split_by_size
-from cnr_store.ranks.placement import Piece, Placement
-from cnr_store.training.model.row_arrays import RowArray
-from cnr_store.training.model.tables import Table
 from cnr_store.training.saving.snapshot import Snapshot
 from cnr_store.writing.plan import DenseWrite
 
@@ -123,105 +119,6 @@ def check_alike(
                 f"{value!r} on {named(ranks)}" for value, ranks in list(by_value.items())[:_SHOWN]
             )
             raise kind(f"{phase}: {name} differs between ranks: {said}. Give all ranks the same")
-
-
-class Layout:
-    """Where the rows of each array are, over all ranks; the same on all of them.
-
-    `placements`: by path.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._said: Document = {}
-        self._arrays: dict[str, tuple[list[int], str, Any]] = {}
-        self.placements: dict[str, Placement] = {}
-
-    def say(self, arrays: Sequence[RowArray]) -> bool:
-        """Note what this rank has of each array. Whether the others do not know of it yet."""
-        if self._group.world == 1:
-            for array in arrays:
-                held = (array.table.local_rows, array.local_columns)
-                if held != (array.shape[0], (*array.shape, 1)[1]):
-                    raise UnsupportedModelError(
-                        f"{array.path}: this process saves alone, and other ranks have a part of it; give Checkpointer "
-                        "the group of all ranks that train the model"
-                    )
-            return False
-        self._now = {
-            array.path: [
-                list(array.shape),
-                array.element,
-                [
-                    [array.table.first_row, array.table.local_rows, part.first_column, part.columns]
-                    for part in array.parts
-                ],
-            ]
-            for array in arrays
-            if array.parts  # a rank without rows need not know their type
-        }
-        return self._now != self._said
-
-    def settle(self) -> None:
-        """Learn what all ranks have. All call this where it changed on any.
-
-        The first rank joins what each has, and one document of that goes to all.
-        """
-        joined: bytes | None = None
-
-        def join(documents: list[Document]) -> Document:
-            nonlocal joined
-            joined = zlib.compress(encode(_join([doc["arrays"] for doc in documents])))
-            return {}
-
-        self._group.decide("save: where rows are", {"arrays": self._now}, join)
-        found = decode(zlib.decompress(self._group.broadcast(joined)))
-        placements = {path: Placement.from_json(placement) for path, (_, _, placement) in found.items()}
-        self._arrays, self.placements, self._said = found, placements, self._now
-
-    def complete(self, arrays: Sequence[RowArray], tables: Sequence[Table]) -> list[RowArray]:
-        """The arrays of all ranks, those of a table next to each other: also those that this rank has nothing of."""
-        own = {array.path: array for array in arrays}
-        if self._group.world == 1:
-            return list(arrays)
-        if own.keys() == self._arrays.keys():
-            return [self._told(array) for array in arrays]
-        complete: list[RowArray] = []
-        for table in tables:
-            group = table.path.rpartition("/")[0]
-            for path in sorted(self._arrays, key=lambda path: (path != table.path, path)):
-                if path.rpartition("/")[0] == group:
-                    shape, element, _ = self._arrays[path]
-                    found = own.get(path) or RowArray(table, path, tuple(shape), element, ())
-                    complete.append(self._told(found))
-        return complete
-
-    def _told(self, array: RowArray) -> RowArray:
-        """The array as the ranks that have a part of it say: any other can only guess its shape and type."""
-        shape, element, _ = self._arrays[array.path]
-        return array if array.parts else replace(array, shape=tuple(shape), element=element)
-
-
-def _join(said: Sequence[Document]) -> Document:
-    """By path the shape, element and placement of each array, from what each rank has of it."""
-    arrays: dict[str, tuple[list[int], str]] = {}
-    pieces: dict[str, list[Piece]] = {}
-    for rank, own in enumerate(said):
-        for path, (shape, element, boxes) in own.items():
-            shape_there, element_there = arrays.setdefault(path, (shape, element))
-            if (shape, element) != (shape_there, element_there):
-                raise SaveError(
-                    f"{path} is {(tuple(shape), element)} on rank {rank} and {(tuple(shape_there), element_there)} on "
-                    "others: give all ranks one model"
-                )
-            pieces.setdefault(path, []).extend(
-                Piece(first_row, rows, first_column, columns, rank)
-                for first_row, rows, first_column, columns in boxes
-            )
-    return {
-        path: [shape, element, Placement.of(path, (shape[0], (*shape, 1)[1]), pieces[path]).to_json()]
-        for path, (shape, element) in arrays.items()
-    }
 
 
 def dense_digests(dense: Sequence[DenseWrite]) -> dict[str, str]:

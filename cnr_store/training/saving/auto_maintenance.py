@@ -12,8 +12,8 @@ from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import Collector
 from cnr_store.maintenance.folding.compact import CompactReport, fold
-from cnr_store.training.process.latch import Latch
 from cnr_store.training.process.process_exit import finish_before_exit
+from cnr_store.training.process.threads import Latch
 from cnr_store.training.saving.options import Options
 
 log = logging.getLogger("cnr_store")

@@ -42,6 +42,7 @@ from cnr_store.policies.widths import (
     match_pattern,
 )
 from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.tables import Table
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 from cnr_store.training.tracking.bitmap import compile_kernels
 from cnr_store.writing.lineage import ArrayLine
@@ -176,22 +177,20 @@ class CodecChoice:
         by_budget = (None,) if self._expected else (None, "auto")
         return self.budget is not None and is_large and match_pattern(named, table) in by_budget
 
-    def compile_steps(self, sizes: Mapping[str, tuple[int, int, str]]) -> Iterator[None]:
+    def compile_steps(self, tables: Sequence[Table]) -> Iterator[None]:
         """Compile the kernels that saving and loading these tables will run, one a step.
 
-        First come those that a load waits for; last those of bitmaps, for which numpy stands in. `sizes` are (bytes,
-        dim, element type) by table name. Compiled kernels are cached on disk.
+        First come those that a load waits for; last those of bitmaps, for which numpy stands in. Compiled kernels are
+        cached on disk.
         """
-        for element in sorted({element for _, _, element in sizes.values()}):
+        for element in sorted({table.element for table in tables}):
             yield from compile_decoding(element)
-        wanted = {
-            (self.codec_for(name, nbytes), dim, element) for name, (nbytes, dim, element) in sizes.items()
-        }
+        wanted = {(self.codec_for(each.name, each.nbytes), each.dim, each.element) for each in tables}
         wanted |= {
-            (_state_codec(width, element, is_relative=False), dim, element)
+            (_state_codec(width, each.element, is_relative=False), each.dim, each.element)
             for width in self._state.quantized
-            for _, dim, element in sizes.values()
-            if element in QUANTIZABLE
+            for each in tables
+            if each.element in QUANTIZABLE
         }
         for codec, dim, element in wanted:
             yield from compile_encoding(codec, dim, element)

@@ -27,7 +27,6 @@ from cnr_store.training.model.object_state import state_of
 from cnr_store.training.model.tables import SpreadTable
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import (
-    Layout,
     check_alike,
     check_dense,
     dense_digests,
@@ -84,7 +83,6 @@ class Coordinator:
         self._saves = saves
         self._upkeep = upkeep
         self._follow_model = follow_model
-        self._layout = Layout(group)
         self._folded: CompactReport | None = None
         self._skipped: int | None = None  # the step of the last save, if that was skipped
 
@@ -136,7 +134,7 @@ class Coordinator:
             if not isinstance(error, CheckpointError):  # those are raised on all ranks
                 self._group.break_off()
             raise
-        self._saves.start(snapshot, self._layout.placements, team, may_hold=request.overlap == "wait")
+        self._saves.start(snapshot, team, may_hold=request.overlap == "wait")
         pending.stall_seconds = time.perf_counter() - began
         return pending
 
@@ -194,7 +192,7 @@ class Coordinator:
             "skips": None,
             "dense": None if is_alone else dense_digests(snapshot.dense),
             "state": [hashlib.sha256(dumps(part)).hexdigest() for part in snapshot.parts.values()],
-            "moved": self._layout.say(snapshot.arrays),
+            "moved": self._saves.tally.say(snapshot.arrays),
             "unsafe": dict(snapshot.unsafe),
             "refits": self._saves.planner.judge(snapshot.arrays),
             "off_grid": self._saves.planner.decays.off_grid,
@@ -252,8 +250,8 @@ class Coordinator:
         self._saves.fold_bytes += 0 if agreed["folded"] is None else agreed["folded"][1]
         self._folded = None
         if agreed["moved"]:
-            self._layout.settle()
-        snapshot.arrays = self._layout.complete(snapshot.arrays, self._trained.tables)
+            self._saves.tally.settle()
+        snapshot.arrays = self._saves.tally.complete(snapshot.arrays)
         snapshot.unsafe, snapshot.dense_bytes = dict(agreed["unsafe"]), agreed["dense_bytes"]
         planner.refitted, planner.decays.agreed = agreed["refits"], agreed["decays"]
         if self._group.rank == 0:

@@ -13,8 +13,7 @@ from dataclasses import asdict, replace
 from cnr_store.catalog.version_info import VersionInfo, html_facts
 from cnr_store.errors import ClosedError, SaveError, SkippedError
 from cnr_store.format.record import Record
-from cnr_store.training.process.latch import Latch
-from cnr_store.training.process.reentrant_guard import ReentrantGuard
+from cnr_store.training.process.threads import Latch, ReentrantGuard
 from cnr_store.training.saving.explanation import SaveStats
 
 log = logging.getLogger("cnr_store")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -80,11 +80,6 @@ class Planner:
         self._copies.staging.clear()
         self._code_cache.clear()
         self.comparison.close()
-
-    def compile_steps(self) -> Iterator[None]:
-        """Compile what saving and loading the tables will run, one kernel a step: see `CodecChoice.compile_steps`."""
-        each = {table.name: (table.nbytes, table.dim, table.element) for table in self._tables}
-        return self._codecs.compile_steps(each)
 
     def drop_bases(self, why: str = "") -> None:
         """Make the next version whole, and say why. It still continues the last version, with its count of restores."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cnr_backends import Backend
@@ -21,12 +21,11 @@ from cnr_store.errors import (
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import room_advice
 from cnr_store.ranks.group import Group
-from cnr_store.ranks.placement import Placement
 from cnr_store.ranks.protocol import Team
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.process.process_exit import finish_before_exit, is_exiting
-from cnr_store.training.process.reentrant_guard import ReentrantGuard
+from cnr_store.training.process.threads import ReentrantGuard
 from cnr_store.training.saving.agreement import compare_together
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.explanation import Explanation, SaveStats, save_line
@@ -56,6 +55,7 @@ class SaveQueue:
     `guard`: refuses calls from within `on_done`.
     `group`: the ranks that save together.
 
+    `tally`: where rows are, over all ranks.
     `planner`, `writer`: decide what a version holds, and write it to the store.
     `tracker`, `audit`: know the rows that may have changed, and check by samples that no others did.
     `is_preempted`: whether a signal asks the process to end soon.
@@ -73,10 +73,10 @@ class SaveQueue:
         group: Group,
     ) -> None:
         self._group = group
-        self._tally = Tally(group, trained.tables)
+        self.tally = Tally(group, trained.tables)
         self._teams: list[Team] = []  # of saves whose keys all ranks may still read
         self._number = 0
-        self.planner = Planner(trained, options, self._tally)
+        self.planner = Planner(trained, options, self.tally)
         self.is_preempted: Callable[[], bool] = bool
         self.fold_bytes = 0
         self._patience = Patience(
@@ -100,7 +100,7 @@ class SaveQueue:
         self.tracker = Tracker(trained.tables, trained.optimizers, options.trusted, trained.sharded)
         self.tracker.logs, self.tracker.compares_all = group.world == 1, options.audits_all
         # Before the first save, so that no save waits for a compiler between its start and its commit.
-        steps = self.planner.compile_steps()
+        steps = options.codecs.compile_steps(trained.tables)
         self._compiled = self._executor.submit(lambda: any(self._closing or is_exiting() for _ in steps))
 
     @property
@@ -130,26 +130,23 @@ class SaveQueue:
         """A number that moves while a save is being written, here or on the ranks that this one waits for."""
         return self.writer.operations + sum(team.beats for team in self._teams)
 
-    def start(
-        self, snapshot: Snapshot, placements: Mapping[str, Placement], team: Team, *, may_hold: bool
-    ) -> None:
+    def start(self, snapshot: Snapshot, team: Team, *, may_hold: bool) -> None:
         """Take the changed rows, hand the save to the background, and wait while that reads the model.
 
         An interrupt at any point leaves either a save under way or none, and never a row forgotten.
 
-        `placements`: of the arrays that ranks share, by path.
         `team`: from `new_team`.
         `may_hold`: whether this save, while it reads the model, may wait for storage that fails.
         """
         pending, planner, dirty = snapshot.pending, self.planner, snapshot.dirty
-        self._tally.placements, fails = placements, f"the save of step {pending.step} can't begin"
+        fails = f"the save of step {pending.step} can't begin"
         try:
             planner.choose_step(snapshot.arrays)
             snapshot.sets = planner.sets(snapshot.arrays, dirty, snapshot.compared)
             # Before the swap, which fills `dirty`: after an interrupt, what it took must be given back.
             self._pending = pending, snapshot.sets
             self.tracker.swap(dirty)
-            self._tally.join(dirty)
+            self.tally.join(dirty)
             plan = self._plan(snapshot)
             reads_model = planner.reads_model
             self._patience.begin(training_waits=reads_model, may_hold=may_hold)

@@ -1,20 +1,23 @@
-"""Which rows changed, counted over all ranks: what every rank must know before it decides and plans alike."""
+"""Where the rows of each array are and which changed, over all ranks: what each must know before it plans alike."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cnr_store.errors import SaveError, UnsupportedModelError
 from cnr_store.format.grid import BLOCK_ROWS, Counts, block_count
 from cnr_store.policies.past import Since
-from cnr_store.ranks.group import Group
-from cnr_store.ranks.placement import Placement
+from cnr_store.ranks.decisions import decode, encode
+from cnr_store.ranks.group import Document, Group
+from cnr_store.ranks.placement import Piece, Placement
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, RowIds, add_counts, bitmap_bytes, full_bitmap, rows_of
@@ -126,7 +129,9 @@ class RowSets:
 
 
 class Tally:
-    """Joins and counts the flags of all ranks. Every rank calls the same methods in the same order.
+    """Where the rows of each array are, and the flags of all ranks, joined and counted.
+
+    Every rank calls the same methods in the same order.
 
     `placements`: by path, where the rows of each array are: the same on all ranks. Empty where one process has them
     all.
@@ -136,11 +141,77 @@ class Tally:
         self._group = group
         self._tables = tables
         self.placements: Mapping[str, Placement] = {}
+        self._said: Document = {}
+        self._arrays: dict[str, tuple[list[int], str, Any]] = {}
 
     @property
     def world(self) -> int:
         """How many ranks there are."""
         return self._group.world
+
+    def say(self, arrays: Sequence[RowArray]) -> bool:
+        """Note what this rank has of each array. Whether the others do not know of it yet."""
+        if self._group.world == 1:
+            for array in arrays:
+                held = (array.table.local_rows, array.local_columns)
+                if held != (array.shape[0], (*array.shape, 1)[1]):
+                    raise UnsupportedModelError(
+                        f"{array.path}: this process saves alone, and other ranks have a part of it; give Checkpointer "
+                        "the group of all ranks that train the model"
+                    )
+            return False
+        self._now = {
+            array.path: [
+                list(array.shape),
+                array.element,
+                [
+                    [array.table.first_row, array.table.local_rows, part.first_column, part.columns]
+                    for part in array.parts
+                ],
+            ]
+            for array in arrays
+            if array.parts  # a rank without rows need not know their type
+        }
+        return self._now != self._said
+
+    def settle(self) -> None:
+        """Learn what all ranks have. All call this where it changed on any.
+
+        The first rank joins what each has, and one document of that goes to all.
+        """
+        joined: bytes | None = None
+
+        def join(documents: list[Document]) -> Document:
+            nonlocal joined
+            joined = zlib.compress(encode(_join([doc["arrays"] for doc in documents])))
+            return {}
+
+        self._group.decide("save: where rows are", {"arrays": self._now}, join)
+        found = decode(zlib.decompress(self._group.broadcast(joined)))
+        placements = {path: Placement.from_json(placement) for path, (_, _, placement) in found.items()}
+        self._arrays, self.placements, self._said = found, placements, self._now
+
+    def complete(self, arrays: Sequence[RowArray]) -> list[RowArray]:
+        """The arrays of all ranks, those of a table next to each other: also those that this rank has nothing of."""
+        own = {array.path: array for array in arrays}
+        if self._group.world == 1:
+            return list(arrays)
+        if own.keys() == self._arrays.keys():
+            return [self._told(array) for array in arrays]
+        complete: list[RowArray] = []
+        for table in self._tables:
+            group = table.path.rpartition("/")[0]
+            for path in sorted(self._arrays, key=lambda path: (path != table.path, path)):
+                if path.rpartition("/")[0] == group:
+                    shape, element, _ = self._arrays[path]
+                    found = own.get(path) or RowArray(table, path, tuple(shape), element, ())
+                    complete.append(self._told(found))
+        return complete
+
+    def _told(self, array: RowArray) -> RowArray:
+        """The array as the ranks that have a part of it say: any other can only guess its shape and type."""
+        shape, element, _ = self._arrays[array.path]
+        return array if array.parts else replace(array, shape=tuple(shape), element=element)
 
     def join(self, flags: dict[str, Bitmap]) -> None:
         """Flag on each rank the rows that it has in common with others and that one of them flagged.
@@ -236,6 +307,28 @@ class Tally:
             if band.counting_rank == self._group.rank:
                 own = slice_rows(flags, band.first_row - table.first_row, band.rows)
                 add_counts(own, band.first_row, BLOCK_ROWS, into)
+
+
+def _join(said: Sequence[Document]) -> Document:
+    """By path the shape, element and placement of each array, from what each rank has of it."""
+    arrays: dict[str, tuple[list[int], str]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for rank, own in enumerate(said):
+        for path, (shape, element, boxes) in own.items():
+            shape_there, element_there = arrays.setdefault(path, (shape, element))
+            if (shape, element) != (shape_there, element_there):
+                raise SaveError(
+                    f"{path} is {(tuple(shape), element)} on rank {rank} and {(tuple(shape_there), element_there)} on "
+                    "others: give all ranks one model"
+                )
+            pieces.setdefault(path, []).extend(
+                Piece(first_row, rows, first_column, columns, rank)
+                for first_row, rows, first_column, columns in boxes
+            )
+    return {
+        path: [shape, element, Placement.of(path, (shape[0], (*shape, 1)[1]), pieces[path]).to_json()]
+        for path, (shape, element) in arrays.items()
+    }
 
 
 def place(flags: Bitmap, first_row: int, into: Bitmap) -> None:

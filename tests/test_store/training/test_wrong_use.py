@@ -29,7 +29,7 @@ from cnr_store import (
     SupersededError,
     VersionNotFoundError,
 )
-from cnr_store.training.process.reentrant_guard import ReentrantGuard
+from cnr_store.training.process.threads import ReentrantGuard
 from tests.test_store.support.lasting_store import ROWS, assert_newest, change, make_model, weight
 from tests.test_store.support.tracked_table import Bench
 
