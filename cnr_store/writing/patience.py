@@ -38,7 +38,8 @@ class Outage:
 
     def __init__(self, retry_seconds: float, clock: Callable[[], float]) -> None:
         self._retry_seconds, self._clock = retry_seconds, clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of the log may come back
+        self.ends = 0  # how often it has ended
         self._forget()
 
     def _forget(self) -> None:
@@ -46,12 +47,16 @@ class Outage:
         self._is_silent = self._is_told = self._has_cost = False
         self._missed: list[int] = []  # steps
 
-    def meet(self, since: float) -> float:
-        """Note that an operation fails since then. Returns until when it may be tried again."""
+    def meet(self, since: float, ends: int | None = None) -> float:
+        """Note that an operation fails since then. Returns until when it may be tried again.
+
+        `ends`: as it was when the operation began: an outage that has ended meanwhile does not begin anew.
+        """
         with self._lock:
-            if self._began is None:
-                self._began, self._is_silent = since, True
-            self._began = min(self._began, since)
+            if ends in (None, self.ends):
+                if self._began is None:
+                    self._began, self._is_silent = since, True
+                self._began = min(self._began, since)
             is_hopeless = self._is_silent and not self._is_young()
         return since if is_hopeless else since + self._retry_seconds
 
@@ -77,18 +82,18 @@ class Outage:
     def tell(self, error: BaseException) -> None:
         """Log that it has begun, once."""
         with self._lock:
-            is_news = self._retry_seconds > 0 and not self._is_told
-            self._is_told |= is_news
-        if is_news:
-            log.warning(_BEGUN, self._retry_seconds, error)
+            if self._began is not None and self._retry_seconds > 0 and not self._is_told:
+                self._is_told = True
+                log.warning(_BEGUN, self._retry_seconds, error)
 
     def end(self) -> None:
         """Note that it is over, and log which saves it has cost."""
         with self._lock:
             began, is_told, missed = self._began, self._is_told, self._missed
             self._forget()
-        if began is not None and is_told:
-            log.warning(_ENDED, self._clock() - began, _MISSED + listed(missed) if missed else "")
+            self.ends += 1
+            if began is not None and is_told:
+                log.warning(_ENDED, self._clock() - began, _MISSED + listed(missed) if missed else "")
 
     def _is_young(self) -> bool:
         return self._began is not None and self._clock() - self._began < self._retry_seconds
@@ -140,7 +145,7 @@ class Patience:
         """Call `operation`, again after each transient failure, until it succeeds or there is no time left."""
         pause, since = _FIRST_PAUSE_SECONDS, None
         while True:
-            gives_up = self._is_hurried()
+            gives_up, ends = self._is_hurried(), self.outage.ends
             try:
                 result = operation()
             except StorageError as error:
@@ -148,7 +153,7 @@ class Patience:
                     raise
                 now = self._clock()
                 again, since = since is not None, now if since is None else since
-                deadline = self.outage.meet(since)
+                deadline = self.outage.meet(since, ends)
                 self._gave_up |= now >= deadline  # nor is it worth waiting for what comes after
                 gives_up |= self._gave_up
                 if gives_up or again:  # or the first retry may mend it

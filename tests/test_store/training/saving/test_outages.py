@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cnr_store
+from cnr_backends import StorageError
 from cnr_backends.testing.faulty import Fault
 from cnr_store import Checkpointer, OutageError, SaveError
 from cnr_store.training.saving import save_queue
+from cnr_store.writing.patience import Patience
 from tests.test_store.support.lasting_store import assert_newest, make_model, weight
 from tests.test_store.support.places import memory_url
 from tests.test_store.training.saving.weathered_job import PATIENCE_SECONDS, Clock, Job
@@ -78,6 +80,27 @@ def test_saves_wait_for_storage_that_is_away(
     began, ended = told(caplog)
     assert began.startswith("storage fails: saves try again, or are skipped, for up to 300 s: put of")
     assert re.fullmatch(r"storage answers again after \d+ s", ended)
+
+
+def test_an_outage_that_ended_does_not_begin_anew_with_an_older_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    patience, failures = Patience(RETRY_SECONDS, sleep=lambda seconds: None), {"late": 2, "other": 2}
+    away = StorageError("away")
+    away.transient = True
+
+    def operation(name: str) -> str:
+        if name == "late" and failures["late"] == 1:  # it has failed as the storage answers to another one
+            assert patience.run(lambda: operation("other")) == "other"
+        failures[name] -= 1
+        if failures[name] >= 0:
+            raise away
+        return name
+
+    assert patience.run(lambda: operation("late")) == "late"
+    began, ended = told(caplog)
+    assert began.startswith("storage fails")
+    assert ended.startswith("storage answers again")
 
 
 def test_saves_are_skipped_while_storage_is_away(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
