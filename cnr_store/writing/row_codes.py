@@ -270,23 +270,10 @@ class CodeCache:
         """Whether the codes of an array are kept, as far as is decided."""
         return self._has_codes.get(path, True)
 
-    def to_learn(
-        self,
-        path: str,
-        shape: tuple[int, int],
-        first_row: int,
-        grid: Grid | None,
-        codec: Mapping[str, Any],
-        of_whole: bool,
-        is_compared: bool,
-    ) -> Known | None:
-        """What a load is to note of an array, as `Known` has it; None if there is nothing to note."""
-        codes = None
-        if grid is not None and self.has_room(path, shape, grid):
-            codes = _unknown(shape, code_dtype(grid))
-        elif not is_compared:
-            return None
-        return Known(None, grid, first_row, shape, codes, np.zeros(shape[0], np.uint64), codec, of_whole)
+    def new_codes(self, path: str, shape: tuple[int, int], grid: Grid | None) -> Codes | None:
+        """Codes of an array, none of which is known as yet; None where there is no grid, or no room for them."""
+        has_codes = grid is not None and self.has_room(path, shape, grid)
+        return _unknown(shape, code_dtype(grid)) if has_codes else None
 
     @property
     def nbytes(self) -> tuple[int, int]:

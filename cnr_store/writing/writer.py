@@ -48,12 +48,12 @@ class Writer:
     write claims the store anew, from the version that was loaded. So does an attempt of unknown outcome: if it was
     committed after all, retention would keep it, instead of what this writer depends on, for the old claim.
 
-    `backend`: where the store is.
+    `backend`: where the store is; as an attribute, through what it is written, which counts the operations.
     `workers`: threads that encode.
     `patience`: with what the network failed; by default nothing is tried again.
     `room_advice`: says what the caller of a save can do about a full store.
 
-    `encoding_seconds`, `putting_seconds`: of all writes so far, those of all threads added up.
+    `encoding_seconds`: of all writes so far, those of all threads added up.
     `of_run`: False for versions that stand alone, such as imports: no run begins anew with them.
     """
 
@@ -67,7 +67,7 @@ class Writer:
         self._patience = patience or Patience()
         self._room_advice = room_advice
         self._direct = backend
-        self._backend = PatientBackend(backend, self._patience)
+        self.backend = PatientBackend(backend, self._patience)
         self.encoding_seconds = 0.0
         self.of_run = True
         self._workers = workers
@@ -80,15 +80,6 @@ class Writer:
         self._seen = fencing.look(Catalog(backend))
 
     @property
-    def putting_seconds(self) -> float:
-        return self._backend.seconds_putting
-
-    @property
-    def operations(self) -> int:
-        """How many operations of the store have succeeded."""
-        return self._backend.operations
-
-    @property
     def has_claimed(self) -> bool:
         """Whether it has claimed the store since it was made or restarted. It may have to renew that claim."""
         return self._claim is not None or self._after is not None
@@ -97,7 +88,7 @@ class Writer:
     def unloaded(self) -> str:
         """That the first write will begin anew in a store with versions, as its caller is told; "" if it won't."""
         begins_anew = not self.has_claimed and self._base is None
-        return fencing.unloaded(self._backend, self._seen) if begins_anew else ""
+        return fencing.unloaded(self.backend, self._seen) if begins_anew else ""
 
     @property
     def removable(self) -> str:
@@ -112,7 +103,7 @@ class Writer:
 
     def resume_last(self) -> None:
         """Go by what this process saw of the store when it last loaded or saved there, not by what is there now."""
-        seen = fencing.last_seen(self._backend)
+        seen = fencing.last_seen(self.backend)
         # A store that was removed is none to go by. One that was made in its place is refused at the claim.
         if seen is not None and self._seen.store:
             self._seen = seen
@@ -128,11 +119,11 @@ class Writer:
     def close(self) -> None:
         """Mark the last claim closed: nothing is kept for this writer any more. It must not write again."""
         if self._made is not None:
-            claims.close(self._backend, self._made)
+            claims.close(self.backend, self._made)
 
     def _claimed(self) -> claims.Claim:
         if self._claim is None:
-            backend, seen = self._backend, self._seen
+            backend, seen = self.backend, self._seen
             if self._after is None:
                 self._claim = fencing.first_claim(backend, seen, self._base, self._token, of_run=self.of_run)
             else:
@@ -185,24 +176,24 @@ class Writer:
                 staged = self._stage(version, plan, rows_done, team)
             finally:
                 rows_done()
-            state = put_state(self._backend, version, plan, staged)
+            state = put_state(self.backend, version, plan, staged)
             team.vote({})
             for vote in team.votes()[1:]:
                 staged.add(vote)
             team.beat("record")
-            record = finish_record(self._backend, version, plan, staged, state, nonce)
+            record = finish_record(self.backend, version, plan, staged, state, nonce)
 
             def attempt() -> Record:
                 nonlocal sent
                 team.beat("commit")
                 # Each attempt looks again: another may claim during a pause.
-                fencing.check_may_commit(self._backend, claim, record.needs)
+                fencing.check_may_commit(self.backend, claim, record.needs)
                 sent = True
                 try:
                     return commit(self._direct, record)
                 except ObjectExistsError:
                     # The attempt before has arrived; or it is void, by a writer that has taken the store over.
-                    fencing.check_may_commit(self._backend, claim, record.needs)
+                    fencing.check_may_commit(self.backend, claim, record.needs)
                     raise
 
             # An attempt that arrived although its answer was lost makes the next one fail, and `_give_up` finds it.
@@ -218,7 +209,7 @@ class Writer:
             # The others wait for this, and what is removed may be much.
             team.conclude(error_document(self._failure(error, plan.step, version, left, team)))
             if version and not left:
-                left = remove_attempt(self._backend, self._workers, version)
+                left = remove_attempt(self.backend, self._workers, version)
             if StorageFullError.__name__ in (type(error).__name__, team.failure[0]):
                 advice = self._room_advice(self._direct)  # also where another rank met it
                 left += advice and f". {advice}"
@@ -254,15 +245,15 @@ class Writer:
             if failure is error:
                 raise
             raise failure from error
-        return read_outcome(self._backend, self._direct, version, announced["nonce"], plan, staged, team)
+        return read_outcome(self.backend, self._direct, version, announced["nonce"], plan, staged, team)
 
     def _stage(self, version: str, plan: Plan, rows_done: Callable[[], None], team: Team) -> Staged:
         team.beat("encode")
         began = time.perf_counter()
         check_parents(plan.rows, self._direct, plan.step)
         with Transfer(self._workers, 2 * self._workers) as transfer:
-            staged = stage(self._backend, version, plan, transfer, team, rows_done)
-        put_state_parts(self._backend, version, plan, staged)
+            staged = stage(self.backend, version, plan, transfer, team, rows_done)
+        put_state_parts(self.backend, version, plan, staged)
         staged.ranks[team.rank] = staged.nbytes, time.perf_counter() - began
         self.encoding_seconds += staged.encoding_seconds
         return staged
@@ -275,7 +266,7 @@ class Writer:
         return team.told(
             error,
             lambda cause: (
-                f"step {step} was not saved{named} to {self._backend.url}: {cause}. "
+                f"step {step} was not saved{named} to {self.backend.url}: {cause}. "
                 f"Earlier versions are untouched, and the next save has its rows{left}"
             ),
         )
@@ -287,24 +278,24 @@ class Writer:
             return
         name = layout.claim_name(attempt.claim.generation)
         with suppress(CorruptionError):  # it is lost, or another store's
-            if claims.read_claim(self._backend, name).id == attempt.claim:
+            if claims.read_claim(self.backend, name).id == attempt.claim:
                 self._shared = attempt.claim
                 return
         raise SaveError(
-            f"this rank does not find {layout.writer_key(name)} in {self._backend.url}, although the first rank wrote "
+            f"this rank does not find {layout.writer_key(name)} in {self.backend.url}, although the first rank wrote "
             "it: give all ranks the URL of one store that all of them can reach, and see that it is still mounted here"
         )
 
     def _committed(self, record: Record, team: Team) -> Record:
         team.conclude(commit_document(record))
-        self._backend.hold_reserve()  # a failed save may have used it up
+        self.backend.hold_reserve()  # a failed save may have used it up
         self._seen = self._seen.including(record.id)
         self.remember()
         return record
 
     def remember(self) -> None:
         """Let `resume_last` of later writers of this process go by what this one has seen."""
-        fencing.remember(self._backend, self._seen)
+        fencing.remember(self.backend, self._seen)
 
     def _give_up(self, claim: claims.Claim, version: str, nonce: str, previous: str | None) -> Record | str:
         """End an attempt whose record may have been sent: void its id.
@@ -313,7 +304,7 @@ class Writer:
         must say of objects that have to stay: nothing if they may go.
         """
         try:
-            return void_attempt(self._backend, self._direct, claim.id, version, nonce) or ""
+            return void_attempt(self.backend, self._direct, claim.id, version, nonce) or ""
         except (BackendError, CheckpointError) as error:
             # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
             self.renew(previous)

@@ -192,8 +192,12 @@ class Planner:
         is_alike = grid is not None or all(each == config for each in configs)
         if not is_alike or not (is_relative or table.name in names):
             return None
-        own = (table.local_rows, columns), table.first_row, grid, config
-        return self._code_cache.to_learn(path, *own, self._parents == "baseline", table.name in names)
+        shape = table.local_rows, columns
+        codes = self._code_cache.new_codes(path, shape, grid)
+        if codes is None and table.name not in names:
+            return None
+        noted = codes, np.zeros(shape[0], np.uint64), config
+        return Known(None, grid, table.first_row, shape, *noted, of_whole=self._parents == "baseline")
 
     def adopt(self, learned: Mapping[str, Known], arrays: Iterable[RowArray]) -> None:
         """Take what a load noted of the version that the next one continues, and the arrays as it left them."""

@@ -55,6 +55,7 @@ class SaveQueue:
     `guard`: refuses calls from within `on_done`.
     `group`: the ranks that save together.
 
+    `number`: how many saves this rank has begun or refused. After an interrupt, ranks differ in it.
     `tally`: where rows are, over all ranks.
     `planner`, `writer`: decide what a version holds, and write it to the store.
     `tracker`, `audit`: know the rows that may have changed, and check by samples that no others did.
@@ -75,7 +76,7 @@ class SaveQueue:
         self._group = group
         self.tally = Tally(group, trained.tables)
         self._teams: list[Team] = []  # of saves whose keys all ranks may still read
-        self._number = 0
+        self.number = 0
         self.planner = Planner(trained, options, self.tally)
         self.is_preempted: Callable[[], bool] = bool
         self.fold_bytes = 0
@@ -108,14 +109,9 @@ class SaveQueue:
         """The save whose outcome `finish_latest` has not applied yet, or a failed one that no save has followed."""
         return self._untold if self._pending is None else self._pending[0]
 
-    @property
-    def number(self) -> int:
-        """How many saves this rank has begun or refused. After an interrupt, ranks differ in it."""
-        return self._number
-
     def new_team(self, number: int) -> Team:
         """The ranks that make the save of this number, in which none of them has any earlier one under way."""
-        self._number = number
+        self.number = number
         for team in self._teams:
             team.forget()
         self._teams = [Team(self._group, number)]
@@ -123,12 +119,12 @@ class SaveQueue:
 
     def refuse(self, error: BaseException) -> None:
         """Let the next save fail, which other ranks may have begun and this one, interrupted, has not."""
-        self._number += 1
-        Team(self._group, self._number).give_up(error)
+        self.number += 1
+        Team(self._group, self.number).give_up(error)
 
     def progress(self) -> int:
         """A number that moves while a save is being written, here or on the ranks that this one waits for."""
-        return self.writer.operations + sum(team.beats for team in self._teams)
+        return self.writer.backend.operations + sum(team.beats for team in self._teams)
 
     def start(self, snapshot: Snapshot, team: Team, *, may_hold: bool) -> None:
         """Take the changed rows, hand the save to the background, and wait while that reads the model.
@@ -152,8 +148,7 @@ class SaveQueue:
             self._patience.begin(training_waits=reads_model, may_hold=may_hold)
             # Before the write begins, or the process might end in between.
             finish_before_exit(pending.future)
-            sizes = snapshot.table_rows, snapshot.full_bytes
-            self._executor.submit(self._write, pending, snapshot.sets, plan, sizes, team)
+            self._executor.submit(self._write, pending, snapshot.sets, plan, snapshot.sizes, team)
             if reads_model:
                 if not self._compiled.done():
                     log.info(_COMPILES_FIRST, pending.step)
@@ -263,7 +258,7 @@ class SaveQueue:
             pending.end_reading(reads_model=plan.live_bytes > 0)
 
         writer, began = self.writer, time.perf_counter()
-        encoding, putting = writer.encoding_seconds, writer.putting_seconds
+        encoding, putting = writer.encoding_seconds, writer.backend.seconds_putting
         record = writer.write(plan, rows_taken, team)
         pending.written = SaveStats(
             rows=record.rows,
@@ -273,7 +268,7 @@ class SaveQueue:
             seconds_stalled=0.0,  # `PendingSave.stats` has it: `save` may not have returned yet
             seconds_writing=time.perf_counter() - began,
             seconds_encoding=writer.encoding_seconds - encoding,
-            seconds_putting=writer.putting_seconds - putting,
+            seconds_putting=writer.backend.seconds_putting - putting,
             seconds_waiting=self._patience.seconds_waited,
             ranks=record.policy.get("ranks"),
             fold_bytes=self.fold_bytes,

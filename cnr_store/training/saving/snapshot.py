@@ -233,14 +233,11 @@ class Snapshot:
         return sum(write.values.nbytes for write in self.dense if is_shared(write.path))
 
     @property
-    def table_rows(self) -> int:
-        """Rows of all tables."""
-        return sum({array.table.name: array.table.rows for array in self.arrays}.values())
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of everything as it is in memory, which is what a full copy takes."""
-        return sum(array.nbytes for array in self.arrays) + sum(write.values.nbytes for write in self.dense)
+    def sizes(self) -> tuple[int, int]:
+        """Rows of all tables; and bytes of everything as it is in memory, which is what a full copy takes."""
+        rows = sum({array.table.name: array.table.rows for array in self.arrays}.values())
+        nbytes = sum(array.nbytes for array in self.arrays) + sum(write.values.nbytes for write in self.dense)
+        return rows, nbytes
 
 
 def take_snapshot(

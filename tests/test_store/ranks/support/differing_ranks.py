@@ -108,7 +108,7 @@ def lose_outcome(url: str) -> tuple[Told, str, Values]:
     model.train(1, checkpointer)
     checkpointer.save(1).result()
     model.train(2, checkpointer)
-    backend = checkpointer._saves.writer._backend
+    backend = checkpointer._saves.writer.backend
     if dist.get_rank() == dist.get_world_size() - 1:
         original = backend.inner
 

@@ -121,4 +121,4 @@ def watch_reads(job: ThreadJob, rank: int, before: Callable[[str], None]) -> Non
 def watch_writes(job: ThreadJob, rank: int, before: Callable[[str, str], None]) -> None:
     """Have a function called with each operation of a rank's saves, and its key."""
     writer: Any = job.checkpointers[rank]._saves.writer
-    writer._direct = writer._backend.inner = Watched(writer._direct, before)
+    writer._direct = writer.backend.inner = Watched(writer._direct, before)
