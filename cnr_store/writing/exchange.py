@@ -102,10 +102,13 @@ class Exchange:
 
     `team`: this rank and the others.
     `writes`: those that ranks share, each with how it is cut. All ranks have the same, in any order.
+    `seal`: gives a chunk's seal by its array's path and its first row.
     """
 
-    def __init__(self, team: Team, writes: Sequence[tuple[RowsWrite, Grid]]) -> None:
-        self._team = team
+    def __init__(
+        self, team: Team, writes: Sequence[tuple[RowsWrite, Grid]], seal: Callable[[str, int], int]
+    ) -> None:
+        self._team, self._seal = team, seal
         self._writes = sorted(writes, key=lambda each: each[0].path)
         self._routes = find_routes(self._writes, team.world)
         self._local = self._routes.local_of(team.rank)
@@ -114,13 +117,10 @@ class Exchange:
         """The shards of an array that this rank writes from its own rows alone."""
         return self._local.get(path, [])
 
-    def run(self, seal: Callable[[str, int], int]) -> Iterator[Assembled]:
-        """Exchange rows with the other ranks, and yield the shards that this one puts.
-
-        `seal`: gives a chunk's seal by its array's path and its first row.
-        """
+    def run(self) -> Iterator[Assembled]:
+        """Exchange rows with the other ranks, and yield the shards that this one puts."""
         for together in self._rounds():
-            yield from self._run_round(together, seal)
+            yield from self._run_round(together)
 
     def _rounds(self) -> Iterator[list[_Shard]]:
         together, nbytes = list[_Shard](), 0.0
@@ -133,13 +133,13 @@ class Exchange:
         if together:
             yield together
 
-    def _run_round(self, together: Sequence[_Shard], seal: Callable[[str, int], int]) -> Iterator[Assembled]:
+    def _run_round(self, together: Sequence[_Shard]) -> Iterator[Assembled]:
         me = self._team.rank
         sent: dict[int, list[Fragment]] = {}
         expected: set[int] = set()
         for shard in together:
             if me in shard.suppliers:
-                sent.setdefault(shard.owner, []).extend(self._fragments(shard, seal))
+                sent.setdefault(shard.owner, []).extend(self._fragments(shard))
             if shard.owner == me:
                 expected |= shard.suppliers - {me}
         own = sent.pop(me, [])
@@ -155,9 +155,9 @@ class Exchange:
                 fragments = by_shard.pop((shard.write, shard.shard), [])
                 if fragments:
                     rows, grid = self._writes[shard.write]
-                    yield rows, shard.shard, _assemble(rows, grid, shard.shard, fragments, seal)
+                    yield rows, shard.shard, self._assemble(rows, grid, shard.shard, fragments)
 
-    def _fragments(self, shard: _Shard, seal: Callable[[str, int], int]) -> Iterator[Fragment]:
+    def _fragments(self, shard: _Shard) -> Iterator[Fragment]:
         """What this rank supplies of a shard."""
         rows, grid = self._writes[shard.write]
         held = _held(rows)
@@ -184,7 +184,7 @@ class Exchange:
                 is_whole = begin <= chunk and chunk_end <= end
                 if band.is_full_width and (is_whole or _encodes_row_by_row(rows.codec)):
                     places = None if rows.ids is None and is_whole else offsets
-                    edges, seals = [0, stop - start], [seal(rows.path, chunk)]
+                    edges, seals = [0, stop - start], [self._seal(rows.path, chunk)]
                     (payload,) = rows.encode(start, stop, places, edges, seals)
                     yield EncodedChunk(shard.write, shard.shard, slot, payload)
                     continue
@@ -197,6 +197,37 @@ class Exchange:
                     yield RawRows(
                         shard.write, shard.shard, slot, span.first_column, offsets.astype(np.uint32), part
                     )
+
+    def _assemble(
+        self, rows: RowsWrite, grid: Grid, shard: int, fragments: Sequence[Fragment]
+    ) -> list[BytesLike | None]:
+        """The chunks of a shard, from what all its suppliers gave."""
+        encoded: dict[int, list[BytesLike]] = {}
+        raw: dict[int, list[RawRows]] = {}
+        for fragment in fragments:
+            if isinstance(fragment, RawRows):
+                raw.setdefault(fragment.slot, []).append(fragment)
+            else:
+                encoded.setdefault(fragment.slot, []).append(fragment.payload)
+        first_row = shard * grid.shard_rows
+        seals = {slot: self._seal(rows.path, first_row + slot * grid.chunk_rows) for slot in (*encoded, *raw)}
+        for slot, parts in raw.items():
+            offsets, values = _joined(rows, parts)
+            places = None if rows.ids is None and slot not in encoded else offsets
+            of_chunk = rows.codec, values, places, [0, len(values)], grid.chunk_rows
+            encoded.setdefault(slot, []).extend(
+                encode_block(*of_chunk, element=rows.element, seals=[seals[slot]], counted=rows.counted)
+            )
+        chunks: list[BytesLike | None] = [None] * grid.chunks_per_shard
+        for slot, payloads in encoded.items():
+            chunks[slot] = payloads[0]
+            if len(payloads) > 1:  # rows that were encoded apart
+                segments = merge_segments(
+                    segment for payload in payloads for segment in parse(payload).segments
+                )
+                element = element_named(rows.element)
+                chunks[slot] = build_payload(grid.chunk_rows, grid.columns, element, segments, seals[slot])
+        return chunks
 
 
 def is_sent_encoded(held: Held | None, codec: RowCodec) -> bool:
@@ -250,40 +281,6 @@ def _unpacked(data: Any, rank: int) -> list[Fragment]:
         return unpack(data)
     except ValueError as error:
         raise SaveError(f"what rank {rank} sent is no list of rows: {error}") from error
-
-
-def _assemble(
-    rows: RowsWrite,
-    grid: Grid,
-    shard: int,
-    fragments: Sequence[Fragment],
-    seal: Callable[[str, int], int],
-) -> list[BytesLike | None]:
-    """The chunks of a shard, from what all its suppliers gave."""
-    encoded: dict[int, list[BytesLike]] = {}
-    raw: dict[int, list[RawRows]] = {}
-    for fragment in fragments:
-        if isinstance(fragment, RawRows):
-            raw.setdefault(fragment.slot, []).append(fragment)
-        else:
-            encoded.setdefault(fragment.slot, []).append(fragment.payload)
-    first_row = shard * grid.shard_rows
-    seals = {slot: seal(rows.path, first_row + slot * grid.chunk_rows) for slot in (*encoded, *raw)}
-    for slot, parts in raw.items():
-        offsets, values = _joined(rows, parts)
-        places = None if rows.ids is None and slot not in encoded else offsets
-        of_chunk = rows.codec, values, places, [0, len(values)], grid.chunk_rows
-        encoded.setdefault(slot, []).extend(
-            encode_block(*of_chunk, element=rows.element, seals=[seals[slot]], counted=rows.counted)
-        )
-    chunks: list[BytesLike | None] = [None] * grid.chunks_per_shard
-    for slot, payloads in encoded.items():
-        chunks[slot] = payloads[0]
-        if len(payloads) > 1:  # rows that were encoded apart
-            segments = merge_segments(segment for payload in payloads for segment in parse(payload).segments)
-            element = element_named(rows.element)
-            chunks[slot] = build_payload(grid.chunk_rows, grid.columns, element, segments, seals[slot])
-    return chunks
 
 
 def _joined(rows: RowsWrite, parts: Sequence[RawRows]) -> tuple[Array, Array]:

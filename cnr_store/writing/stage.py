@@ -287,7 +287,7 @@ class _Stage:
             self.plan.place()
         )  # paths of arrays and groups by their plain ones, if they differ
         held = [(each, each.grid) for each in self.plan.rows if each.held is not None and each.rows_written]
-        self._exchange = Exchange(self.team, held)
+        self._exchange = Exchange(self.team, held, self._seal)
 
     def _key(self, path: str, *parts: str) -> str:
         return layout.version_key(self.version, self.moved.get(path, path), *parts)
@@ -312,7 +312,7 @@ class _Stage:
         yield from exchanged
 
     def _exchanged(self) -> Iterator[Object]:
-        for rows, shard, chunks in self._exchange.run(self._seal):
+        for rows, shard, chunks in self._exchange.run():
             yield self._shard(rows.path, rows.shape, shard, chunks)
 
     def _encoded(self, transfer: Transfer, tasks: Iterable[_Task]) -> Iterator[Object]:
