@@ -45,7 +45,7 @@ from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.coordinator import Coordinator, Request
 from cnr_store.training.saving.explanation import Explanation
-from cnr_store.training.saving.options import CONSTRUCT, Options, first_fused
+from cnr_store.training.saving.options import CONSTRUCT, Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveQueue
 from cnr_store.training.tracking.model_guard import ModelStructure
@@ -173,13 +173,9 @@ class Checkpointer:
         """Around a constructor: it fails on all ranks if it fails on one, or was given other options there."""
         try:
             yield
-            group, trained = self._group, self._trained
-            self._options.agree(group, self._catalog.backend.url, trained)
-            if group.world > 1:
-                said = {"fused": trained.fused_position}
-                trained.fused_position = group.decide(CONSTRUCT, said, first_fused)["fused"]
-            if group.rank == 0:
-                trained.warn_left_out()
+            self._options.agree(self._group, self._catalog.backend.url, self._trained)
+            if self._group.rank == 0:
+                self._trained.warn_left_out()
         except BaseException as error:
             if hasattr(self, "_loader"):
                 self._saves.close()

@@ -50,7 +50,9 @@ class Options:
         return self.tracking.audit == "all"
 
     def agree(self, group: Group, url: str, trained: TrainedModel) -> None:
-        """Compare what all ranks were given.
+        """Compare what all ranks were given, and tell each where TorchRec's optimizer stood among it.
+
+        A rank that holds no table of that optimizer can't tell.
 
         `url`: of the store, without secrets.
         """
@@ -64,11 +66,11 @@ class Options:
                     f"{memory} lies in the memory of one process, and there are {group.world} ranks: give a URL of a "
                     "place that all of them reach"
                 )
-            check_alike(CONSTRUCT, documents, list(documents[0]), OptionError)
-            return {}
+            check_alike(CONSTRUCT, documents, list(given), OptionError)
+            return {"fused": next((doc["fused"] for doc in documents if doc["fused"] is not None), None)}
 
         listed = [[table.name, table.rows, table.dim] for table in trained.tables]
-        said = {
+        given = {
             "url": url,
             "tables": hashlib.sha256(dumps(listed)).hexdigest()[:16],
             "policy": self.policy,
@@ -82,9 +84,5 @@ class Options:
             "tracking.audit": "all" if self.audits_all else "samples",
             "job": repr(replace(self.job, group=None)),
         }
-        group.decide(CONSTRUCT, said, judge)
-
-
-def first_fused(documents: list[Document]) -> Document:
-    """Where TorchRec's optimizer stood on some rank: one that holds no table of it can't tell."""
-    return {"fused": next((doc["fused"] for doc in documents if doc["fused"] is not None), None)}
+        said = {**given, "fused": trained.fused_position}
+        trained.fused_position = group.decide(CONSTRUCT, said, judge)["fused"]
