@@ -64,63 +64,50 @@ class ArrayReader:
         """Memory for rows of the array, (rows, columns), its values undefined."""
         return allocate((rows, self.columns), self.dtype, f"version {self.version}, {self.path}")
 
-    def read(self, first_row: int, out: Array, strays: Strays | None = None) -> Array:
+    def read(
+        self, first_row: int, out: Array, need: Array | None = None, *, strays: Strays | None = None
+    ) -> Array:
         """Fill `out`, (n, columns) in `dtype`, with rows first_row ... first_row + n - 1.
 
+        `need`: (n,): the rows to read are those where it is not 0; None for all.
         `strays`: gets those of the rows that are not stored as codes of its grid.
 
         Returns: (n,) bool: the rows that some delta of the chain wrote, which may differ from those of the whole link
         beneath; all rows, if the chain was folded since this reader was made.
         """
-        need = np.ones(len(out), np.uint8)
 
-        def fill(link: Link, pending: Pending | None) -> None:
-            if strays is None:
-                link.fill(first_row, out, need, pending)
-            else:
-                strays.fill(link, first_row, out, need, pending)
+        def fill(link: Link, need: Array, pending: Pending | None) -> None:
+            link.fill(first_row, out, need, pending, strays=strays)
 
-        return self._walk(first_row, need, fill, out)[1]
+        return self._walk(first_row, np.ones(len(out), bool) if need is None else need, fill, out)[1]
 
-    def read_rows(self, first_row: int, out: Array, need: Array) -> None:
-        """As `read`, but only the rows whose `need`, (n,) uint8, is not 0. It is all 0 afterwards."""
-        self._walk(first_row, need, lambda link, pending: link.fill(first_row, out, need, pending), out)
-
-    def take(self, first_row: int, need: Array) -> list[Segment]:
-        """The same rows as they are stored: segments of a chunk of those n rows. `need` is all 0 afterwards."""
-        return self._take(first_row, need)[0]
-
-    def take_all(self, first_row: int, rows: int) -> tuple[list[Segment], Array]:
-        """The rows first_row ... first_row + rows - 1 as `take` returns them, and which of them `read` would return."""
-        return self._take(first_row, np.ones(rows, np.uint8))
-
-    def _take(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
+    def take(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
+        """The same rows as they are stored: segments of a chunk of those n rows; and what `read` returns."""
         taken, changed = self._walk(
-            first_row, need, lambda link, pending: link.take(first_row, need, pending)
+            first_row, need, lambda link, need, pending: link.take(first_row, need, pending)
         )
         return [segment for segments in taken for segment in segments], changed
 
     def _walk(
         self,
         first_row: int,
-        need: Array,
-        visit: Callable[[Link, Pending | None], T],
+        wanted: Array,
+        visit: Callable[[Link, Array, Pending | None], T],
         out: Array | None = None,
     ) -> tuple[list[T], Array]:
         """What `visit` returns for each link, newest first, until it has cleared every `need`; and what `read` returns.
 
         `visit` may fill `out`. Once more if a fold replaced the chain meanwhile.
         """
-        wanted = need.copy()
 
         def walk(links: Sequence[Link]) -> tuple[list[T], Array]:
-            need[:] = wanted != 0
+            need = (wanted != 0).astype(np.uint8)
             pending, visited, whole = self._pending(links, len(need), out), [], np.zeros(len(need), bool)
             for link in links:
                 if link.entry.kind == "whole":
                     whole = need == 1  # a row of 2 is relative in a delta
                 if need.any():
-                    visited.append(visit(link, pending))
+                    visited.append(visit(link, need, pending))
             self._check_complete(links, first_row, need)
             try:
                 if pending is not None:

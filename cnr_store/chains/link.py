@@ -62,14 +62,10 @@ class Strays:
     def __init__(self, grid: ValueGrid, rows: Array) -> None:
         self.grid, self.rows = grid, rows
 
-    def fill(self, link: Link, first_row: int, out: Array, need: Array, pending: Pending | None) -> None:
-        """As `Link.fill`, but note the strays of what was needed."""
-        decode = partial(link._decode, first_row, out, pending)
-        link._visit(first_row, need, partial(self._note, first_row, link, decode))
-
-    def _note(
+    def note(
         self, first_row: int, link: Link, decode: _Visit, chunk: Chunk, payload: Payload, need: Array
     ) -> None:
+        """Have the rows needed of a payload decoded, and note which of them are strays."""
         before = need.copy()
         decode(chunk, payload, need)
         for segment in payload.at(*link.move).segments:
@@ -120,61 +116,69 @@ class Link:
         link.move = move
         return link
 
-    def fill(self, first_row: int, out: Array, need: Array, pending: Pending | None = None) -> None:
+    def fill(
+        self,
+        first_row: int,
+        out: Array,
+        need: Array,
+        pending: Pending | None = None,
+        *,
+        strays: Strays | None = None,
+        lost: Array | None = None,
+    ) -> None:
         """Decode into `out` the rows that are needed and written here, and clear their `need`.
 
         `out`: (n, columns): rows first_row ... first_row + n - 1, in the array's dtype.
         `need`: (n,) uint8, 1 where the row is still to be found; relative rows become `PENDING`, and stay until their
         codes are found.
         `pending`: adds up the n rows that are relative. None where no row may be.
+        `strays`: gets those of the rows that are not codes of its grid.
+        `lost`: (n,) bool. Without it, damage is raised. With it, what is damaged or lost is passed over: the rows
+        needed that may be written here and can't be read are marked, and stay needed. Just those that are written here
+        where their payloads still prove which these are, else all rows of a chunk. What is pending of them is
+        undefined.
         """
-        self._visit(first_row, need, partial(self._decode, first_row, out, pending))
+        decode: _Visit = partial(self._decode, first_row, out, pending)
+        if strays is not None:
+            decode = partial(strays.note, first_row, self, decode)
+        self._visit(first_row, need, decode, lost)
 
-    def take(self, first_row: int, need: Array, pending: Pending | None = None) -> list[Segment]:
+    def take(
+        self, first_row: int, need: Array, pending: Pending | None = None, *, lost: Array | None = None
+    ) -> list[Segment]:
         """The rows that are needed and written here, as they are stored; clears their `need`.
 
-        `need`, `pending`: as for `fill`.
+        `need`, `pending`, `lost`: as for `fill`.
 
         Returns: Segments of a chunk of those n rows.
         """
         segments: list[Segment] = []
-        self._check_width(first_row, need)
-        self._visit(first_row, need, partial(self._take, first_row, segments, pending))
-        return segments
-
-    def fill_sound(self, first_row: int, out: Array, need: Array, pending: Pending | None = None) -> Array:
-        """As `fill`, but passes over what is damaged or lost.
-
-        Returns: (n,) bool: the rows needed that may be written here and can't be read; they stay needed. Just those
-        that are written here where their payloads still prove which these are, else all rows of a chunk. What is
-        pending of them is undefined.
-        """
-        return self._visit_sound(first_row, need, partial(self._decode, first_row, out, pending))
-
-    def take_sound(
-        self, first_row: int, need: Array, pending: Pending | None = None
-    ) -> tuple[list[Segment], Array]:
-        """As `take`, but passes over what is damaged or lost, and returns it as `fill_sound` does."""
-        segments: list[Segment] = []
-        self._check_width(first_row, need)
-        return segments, self._visit_sound(first_row, need, partial(self._take, first_row, segments, pending))
-
-    def _check_width(self, first_row: int, need: Array) -> None:
         if self.grid.chunk_columns != self.grid.columns:
             raise FormatError(
                 f"{self.shards.where(first_row, first_row + len(need) - 1)}: chunks of {self.grid.chunk_columns} "
                 f"columns for {self.grid.columns}; only rows in one piece can be moved as they are stored"
             )
+        self._visit(first_row, need, partial(self._take, first_row, segments, pending), lost)
+        return segments
 
-    def _visit(self, first_row: int, need: Array, visit: _Visit) -> None:
+    def _visit(self, first_row: int, need: Array, visit: _Visit, lost: Array | None) -> None:
         """Give each payload that may hold rows needed to `visit`."""
         wanted = self._wanted(first_row, need)
+        if lost is not None:
+            self._visit_sound(wanted, first_row, need, visit, lost)
+            return
         if not wanted:
             return
         # One `need` for each column of chunks: every column of a row that is written is written, so they end alike.
         needs = [need.copy() for _ in range(self.grid.column_chunks)]
         for shard, chunks in wanted.items():
-            for chunk, found in self._found(shard, chunks):
+            # Bytes; or, where payloads are kept, these, proven to be that chunk's.
+            read: Iterator[tuple[Chunk, memoryview | Payload]]
+            if self._payloads is None:
+                read = self.shards.read(shard, chunks)
+            else:
+                read = self._kept(shard, chunks, self._payloads)
+            for chunk, found in read:
                 with self._decoding:
                     payload = found if isinstance(found, Payload) else self._prove(chunk, found)
                     visit(chunk, payload, needs[chunk.column // self.grid.chunk_columns])
@@ -203,16 +207,6 @@ class Link:
                     wanted.setdefault(shard, []).append(chunk)
         return wanted
 
-    def _found(
-        self, shard: int, chunks: Iterable[Chunk]
-    ) -> Iterator[tuple[Chunk, Payload]] | Iterator[tuple[Chunk, memoryview]]:
-        """The bytes of the chunks that a shard holds; where payloads are kept, these, proven to be that chunk's."""
-        return (
-            self.shards.read(shard, chunks)
-            if self._payloads is None
-            else self._kept(shard, chunks, self._payloads)
-        )
-
     def _kept(
         self, shard: int, chunks: Iterable[Chunk], cache: PayloadCache
     ) -> Iterator[tuple[Chunk, Payload]]:
@@ -235,11 +229,12 @@ class Link:
                 cache.put((key, chunk.slot), payload)
                 yield chunk, payload
 
-    def _visit_sound(self, first_row: int, need: Array, visit: _Visit) -> Array:
-        """Give each payload that is sound to `visit`, which changes a `need`. Returns the rows of the others."""
-        lost = np.zeros(len(need), bool)
+    def _visit_sound(
+        self, wanted: dict[int, list[Chunk]], first_row: int, need: Array, visit: _Visit, lost: Array
+    ) -> None:
+        """Give each payload that is sound to `visit`, which changes a `need`. Marks the rows of the others."""
         by_row: dict[int, list[tuple[int, Chunk]]] = {}
-        for shard, chunks in self._wanted(first_row, need).items():
+        for shard, chunks in wanted.items():
             for chunk in chunks:
                 by_row.setdefault(chunk.row, []).append((shard, chunk))
         for places in by_row.values():
@@ -259,7 +254,6 @@ class Link:
                 lost |= any_written
             else:
                 need[any_written] = left[any_written]
-        return lost
 
     def _visit_chunk(
         self, shard: int, chunk: Chunk, first_row: int, need: Array, visit: _Visit

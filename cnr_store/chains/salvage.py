@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,14 +24,15 @@ from cnr_codecs.elements import element_named
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.objects import list_ids
 from cnr_store.chains.allocation import Array, allocate
-from cnr_store.chains.ancestry import Ancestry
 from cnr_store.chains.array_reader import ArrayReader, region_rows
 from cnr_store.chains.link import PENDING, Link, Strays
-from cnr_store.chains.salvage_walk import Distrusted, Mask, RowIds, Visit, Walk
+from cnr_store.chains.salvage_walk import Ancestry, Distrusted, Mask, RowIds, Visit, Walk
 from cnr_store.errors import CorruptionError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import STILL, Record
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -144,66 +147,52 @@ class SalvageReader:
         for first_row in range(0, rows, rows_each):
             yield first_row, min(rows_each, rows - first_row)
 
-    def read(self, first_row: int, out: Array, strays: Strays | None = None) -> Array:
+    def read(
+        self, first_row: int, out: Array, need: Array | None = None, *, strays: Strays | None = None
+    ) -> Array:
         """As `ArrayReader.read`. Where something is damaged, all rows count as strays written by a delta."""
-        if self._exact is not None:
-            try:
-                return self._exact.read(first_row, out, strays)
-            except CorruptionError as error:
-                self._ancestry.note(error)
+        changed = self._exactly(lambda exact: exact.read(first_row, out, need, strays=strays))
+        if changed is not None:
+            return changed
         if strays is not None:
             strays.rows[:] = strays.OTHER
-        self._fill(first_row, out, np.ones(len(out), np.uint8))
+        self._fill(first_row, out, np.ones(len(out), np.uint8) if need is None else need)
         return np.ones(len(out), bool)
 
-    def read_rows(self, first_row: int, out: Array, need: Array) -> None:
-        """As `ArrayReader.read_rows`. Raises as `read` does."""
-        wanted = need.copy()
-        if self._exact is not None:
-            try:
-                self._exact.read_rows(first_row, out, need)
-                return
-            except CorruptionError as error:
-                self._ancestry.note(error)
-        self._fill(first_row, out, wanted)
-        need[:] = 0
-
-    def take(self, first_row: int, need: Array) -> list[Segment]:
+    def take(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
         """As `ArrayReader.take`."""
-        wanted = need.copy()
-        if self._exact is not None:
-            try:
-                return self._exact.take(first_row, need)
-            except CorruptionError as error:
-                self._ancestry.note(error)
-        taken: list[Segment] = []
+        exact = self._exactly(lambda exact: exact.take(first_row, need))
+        if exact is not None:
+            return exact
+        taken, changed = list[Segment](), np.ones(len(need), bool)
         # Older values may be on a grid that has not moved as far, and one segment has one grid.
         if self._record.arrays[self.path].move != STILL:
-            values, rows = allocate((len(need), self.columns), self.dtype, self.path), np.flatnonzero(wanted)
-            self._fill(first_row, values, wanted)
-            need[:] = 0
+            values, rows = allocate((len(need), self.columns), self.dtype, self.path), np.flatnonzero(need)
+            self._fill(first_row, values, need)
             element = element_named(self.element)
-            return [raw_segment(values, np.arange(len(need)), len(need), rows, element)]
+            return [raw_segment(values, np.arange(len(need)), len(need), rows, element)], changed
 
-        def take(link: Link, need: Array, pending: Pending) -> Mask:
-            segments, lost = link.take_sound(first_row, need, pending)
-            taken.extend(segments)
-            return lost
+        def take(link: Link, need: Array, pending: Pending, lost: Mask) -> None:
+            taken.extend(link.take(first_row, need, pending, lost=lost))
 
-        self._salvage(first_row, wanted, take, taken.clear)
-        need[:] = 0
-        return taken
+        self._salvage(first_row, need, take, taken.clear)
+        return taken, changed
+
+    def _exactly(self, read: Callable[[ArrayReader], T]) -> T | None:
+        """What the reader of sound chains returns; None, and the damage noted, where this one is not."""
+        try:
+            return None if self._exact is None else read(self._exact)
+        except CorruptionError as error:
+            self._ancestry.note(error)
+            return None
 
     def _fill(self, first_row: int, out: Array, need: Array) -> None:
-        def fill(link: Link, need: Array, pending: Pending) -> Mask:
-            if RELATIVE in link.record.requires or (need == PENDING).any():
-                return link.fill_sound(first_row, out, need, pending)
-            try:
-                link.fill(first_row, out, need)
-            except CorruptionError as error:
-                self._ancestry.note(error)
-                return link.fill_sound(first_row, out, need)
-            return np.zeros(len(need), bool)
+        def fill(link: Link, need: Array, pending: Pending, lost: Mask) -> None:
+            if RELATIVE not in link.record.requires and not (need == PENDING).any():
+                with suppress(CorruptionError):  # where all is sound, neighbours come with one request
+                    link.fill(first_row, out, need)
+                    return
+            link.fill(first_row, out, need, pending, lost=lost)
 
         self._salvage(first_row, need, fill)
 
@@ -213,8 +202,8 @@ class SalvageReader:
         """Find every row needed; once more if a version was folded meanwhile."""
         backend, distrusted = self._catalog.backend, Distrusted()
 
-        def probe(link: Link, need: Array, pending: Pending) -> Mask:
-            return link.fill_sound(first_row, np.empty((len(need), self.columns), self.dtype), need, pending)
+        def probe(link: Link, need: Array, pending: Pending, lost: Mask) -> None:
+            link.fill(first_row, np.empty((len(need), self.columns), self.dtype), need, pending, lost=lost)
 
         while True:
             # What a fold replaces may be removed, and must not count as lost.

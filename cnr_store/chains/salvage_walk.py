@@ -1,25 +1,125 @@
-"""Walks the links of an array whose chain is damaged, and sends each row on to where it can be read."""
+"""Walks the links of an array whose chain is damaged, and sends each row on to where it can be read.
+
+Older values of a row lie beneath a version in its chain, and in the versions before it.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_codecs import Pending
+from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array
-from cnr_store.chains.ancestry import Ancestry, Place
-from cnr_store.chains.link import PENDING, Link
-from cnr_store.errors import CorruptionError
-from cnr_store.format.record import Move
+from cnr_store.chains.link import PENDING, Link, empty_link, open_link
+from cnr_store.errors import CorruptionError, FormatError
+from cnr_store.format.record import Move, Record
 
+Place = tuple[str, bool]
+"""A version, and whether its fold is meant. The greatest is the newest; a fold comes before its version's own rows."""
 RowIds = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-Visit = Callable[[Link, Array, Pending], Mask]
-"""Takes the rows needed from a link, clears their `need`, and returns those that it may hold and can't give."""
+Visit = Callable[[Link, Array, Pending, Mask], None]
+"""Takes the rows needed from a link, clears their `need`, and marks those that it may hold and can't give."""
 Distrusted = dict[Place, Mask]
 """Rows that a place has relative to what does not lie beneath it."""
+
+
+class Ancestry:
+    """The places that may hold rows of one array of a version, or older values of them. Thread-safe.
+
+    `damage`: the first damage found; None as long as there is none.
+    """
+
+    def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
+        self._catalog, self._record, self._path = catalog, record, path
+        self._links: dict[Place, Link | None] = {}
+        self._lock = threading.Lock()
+        self.damage: CorruptionError | None = None
+
+    def note(self, error: CorruptionError) -> None:
+        """Remember damage, if it is the first."""
+        self.damage = self.damage or error
+
+    def newest(self) -> Place:
+        """Where the version's rows are read first."""
+        return self._place(self._record.id) or (self._record.id, False)
+
+    def link(self, place: Place) -> Link | None:
+        """The link of a place; None if it can't be read at all, so that nobody knows which rows it holds."""
+        with self._lock:
+            if place in self._links:
+                return self._links[place]
+        record, link = self._home(place), None
+        if record is not None:
+            try:
+                entry = record.arrays[self._path]
+                # Without rows there is nothing to lose, whatever became of the manifest.
+                is_empty = entry.kind == "delta" and entry.rows == 0
+                link = (empty_link if is_empty else open_link)(self._catalog, record, self._path)
+            except CorruptionError as error:
+                self.note(error)
+        with self._lock:
+            return self._links.setdefault(place, link)
+
+    def base(self, place: Place) -> Place | None:
+        """Where the rows are that a version does not hold. None if it is whole, or if its base is lost."""
+        record = self._home(place)
+        base = None if record is None else record.arrays[self._path].base
+        return None if base is None or base >= place[0] else self._place(base)
+
+    def previous(self, place: Place) -> Place | None:
+        """Where all rows are as they were before a version. None if it continued none, or if that is gone."""
+        record = self._home(place)
+        previous = None if record is None else record.previous
+        return None if previous is None or previous >= place[0] else self._place(previous)
+
+    def links(self) -> Iterator[Link]:
+        """Every link that can be read, newest first, as they are asked for."""
+        places = {self.newest()}
+        while places:
+            place = max(places)
+            places.remove(place)
+            link = self.link(place)
+            if link is not None:
+                yield link
+            version, is_fold = place
+            beneath = [(version, False)] if is_fold else [self.base(place), self.previous(place)]
+            places.update(each for each in beneath if each is not None)
+
+    def opened(self) -> list[Link]:
+        """The links that were read so far."""
+        with self._lock:
+            return [link for link in self._links.values() if link is not None]
+
+    def _place(self, version: str) -> Place | None:
+        record = self._find(self._catalog.find_record, version)
+        if record is None:
+            return None
+        is_folded = record.arrays[self._path].kind == "delta" and self._find(self._catalog.find_fold, version)
+        return version, bool(is_folded)
+
+    def _home(self, place: Place) -> Record | None:
+        version, is_fold = place
+        return self._find(self._catalog.find_fold if is_fold else self._catalog.find_record, version)
+
+    def _find(self, find: Callable[[str], Record | None], version: str) -> Record | None:
+        """The record of a version or a fold, if it is sound and has the array with the same columns and type."""
+        try:
+            record = find(version)
+        except CorruptionError as error:
+            self.note(error)
+            return None
+        except FormatError:
+            return None
+        here = self._record.arrays[self._path]
+        entry = None if record is None else record.arrays.get(self._path)
+        if entry is None or entry.kind == "dense":
+            return None
+        return record if (entry.shape[1:], entry.element) == (here.shape[1:], here.element) else None
 
 
 class Walk:
@@ -83,7 +183,7 @@ class Walk:
         distrusted = rows & self._distrusted.get(place, False)
         need = (rows & ~distrusted).astype(np.uint8)
         pending = Pending(len(need), self._columns)
-        lost = rows if link is None else distrusted | self._visit(link, need, pending)
+        lost = rows if link is None else _visited(link, need, pending, self._visit) | distrusted
         lost = lost | self._compose(place, link, need, lost, pending)
         absent = (need != 0) & ~lost
         self._source[rows & (need == 0) & ~lost] = len(self._versions)
@@ -151,7 +251,7 @@ class Walk:
         link, proven = self._ancestry.link(place), np.zeros_like(self.missing)
         need, pending = np.ones(len(proven), np.uint8), Pending(len(proven), self._columns)
         if link is not None:
-            lost = self._probe(link, need, pending)
+            lost = _visited(link, need, pending, self._probe)
             found, _ = self._add_up(place, link.move, (need == PENDING) & ~lost, pending, self._probe)
             for _, rows, is_right in pending.checked(~found):
                 proven[rows] = is_right
@@ -185,13 +285,20 @@ class Walk:
         self._send(place, rows)
 
 
+def _visited(link: Link, need: Array, pending: Pending, visit: Visit) -> Mask:
+    """The rows that a link may hold and can't give."""
+    lost: Mask = np.zeros(len(need), bool)
+    visit(link, need, pending, lost)
+    return lost
+
+
 def _descend(link: Link | None, still: Array, found: Mask, pending: Pending, visit: Visit) -> Mask:
     """Add up what a link has of pending rows, and note those that it ends. Returns those that it can't give."""
     before: Mask = still != 0
     if link is None or not before.any():
         return before
     sums = pending.sums.copy()
-    failed = visit(link, still, pending) & before
+    failed = _visited(link, still, pending, visit) & before
     found |= before & (still == 0) & ~failed
     still[failed], pending.sums[failed] = PENDING, sums[failed]
     return failed

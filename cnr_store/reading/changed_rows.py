@@ -105,7 +105,7 @@ def changed_rows(
             _fill(link, first_row, out, unwritten)  # which rows it wrote; their values are overwritten below
         elsewhere = (missing & (unwritten == 0)) | relative
         ids = np.flatnonzero(~missing | elsewhere)
-        reader.read_rows(first_row, out, elsewhere.astype(np.uint8))
+        reader.read(first_row, out, elsewhere)
         return ids + first_row, out[ids]
 
     for ids, values in transfer.map(read, _regions(reader, [*own, *others])):

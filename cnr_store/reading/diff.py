@@ -113,7 +113,7 @@ def _row_pairs(before: ArrayReader, blocks: Iterable[ChangedRows]) -> Iterator[t
         need = np.zeros(span, np.uint8)
         need[ids - first] = 1
         out = before.new_rows(span)
-        before.read_rows(first, out, need)
+        before.read(first, out, need)
         yield out[ids - first], values
 
 

@@ -252,7 +252,7 @@ def _differing(reader: ArrayReader, write: RowsWrite, codes: RowCodes, begin: in
     need = np.zeros(int(ids[-1] - ids[0]) + 1, np.uint8)
     need[ids - ids[0]] = 1
     out = reader.new_rows(len(need))
-    reader.read_rows(int(ids[0]), out, need)
+    reader.read(int(ids[0]), out, need)
     found = codec.encode_over(
         *(out[ids - ids[0]], None, len(ids), known, np.zeros(len(ids), bool)), element=write.element
     )

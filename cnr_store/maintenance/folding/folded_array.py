@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class FoldedArray:
         return cls.from_reader(ArrayReader(catalog, record, path), record.arrays[path])
 
     @classmethod
-    def from_reader(cls, reader: ArrayReader | SalvageReader, written: ArrayEntry) -> FoldedArray:
+    def from_reader(cls, reader: ArrayReader | SalvageReader, written: ArrayEntry) -> Self:
         """The same of what a `reader` reads, from the array's entry in its version's record."""
         # Of a damaged chain, the whole link may be lost: the oldest one that is left has codecs of the same rows.
         whole = next((link for link in reversed(reader.links) if link.is_written), reader.links[-1])
@@ -120,7 +121,7 @@ class FoldedArray:
         for region in range(shard.start, end, region_rows):
             need = np.zeros(region_rows, np.uint8)
             need[: end - region] = 1
-            segments = merge_segments(reader.take(region, need))
+            segments = merge_segments(reader.take(region, need)[0])
             first_rows = range(region, min(region + region_rows, end), grid.chunk_rows)
             chunks = split_segments(segments, grid.chunk_rows)
             for first_row, chunk in zip(first_rows, chunks, strict=False):

@@ -7,7 +7,7 @@ deleted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,7 @@ from cnr_store.catalog.catalog import Catalog, Url, Version, count_parts, open_t
 from cnr_store.chains.dense import read_dense
 from cnr_store.chains.salvage import SalvagedRows, SalvageReader, salvaged_by_label
 from cnr_store.errors import CorruptionError
-from cnr_store.format.arrays import Doc
-from cnr_store.format.grid import Grid
-from cnr_store.format.record import ArrayEntry, Record
+from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.retention import room_advice
 from cnr_store.maintenance.folding.folded_array import FoldedArray
 from cnr_store.maintenance.objects import Progress, no_progress
@@ -212,35 +210,18 @@ class Repair:
 
 
 @dataclass(frozen=True)
-class _ShownRows:
+class _ShownRows(FoldedArray):
     """An array as its reader reads it, if no more of it is lost than was shown."""
 
-    array: FoldedArray  # composes its rows anew
     reader: SalvageReader
-    shown: int  # how many rows were lost when it was read
+    shown: int = 0  # how many rows were lost when it was read
 
     @classmethod
     def of(cls, reader: SalvageReader, record: Record) -> _ShownRows:
-        return cls(FoldedArray.from_reader(reader, record.arrays[reader.path]), reader, _lost(reader))
-
-    @property
-    def path(self) -> str:
-        return self.reader.path
-
-    @property
-    def entry(self) -> ArrayEntry:
-        return self.array.entry
-
-    @property
-    def grid(self) -> Grid:
-        return self.array.grid
-
-    @property
-    def document(self) -> Doc:
-        return self.array.document
+        return replace(cls.from_reader(reader, record.arrays[reader.path]), shown=_lost(reader))
 
     def chunks(self, shard: int, seal: Callable[[int], int]) -> list[bytes | None]:
-        chunks = self.array.chunks(shard, seal)
+        chunks = super().chunks(shard, seal)
         if _lost(self.reader) != self.shown:
             raise CorruptionError(
                 f"version {self.reader.version}, {self.path}: more rows are lost than were reported; look again"

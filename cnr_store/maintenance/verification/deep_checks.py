@@ -129,16 +129,15 @@ class DeepCheck:
 
     def _check_composed(self, path: str, first_row: int, out: Array, need: Array) -> None:
         """Compose the rows that are relative, and clear their `need`. Damage beneath is another version's."""
-        relative = (need == PENDING).astype(np.uint8)
+        relative = need == PENDING
         if relative.any():
-            composed = relative.copy()
             try:
-                ArrayReader(self._check.catalog, self._record, path).read_rows(first_row, out, composed)
+                ArrayReader(self._check.catalog, self._record, path).read(first_row, out, relative)
             except CompositionError:
                 raise
             except CheckpointError:
                 pass
-            need[relative != 0] = 0
+            need[relative] = 0
 
     def _first_own_row(self, path: str) -> int:
         """The first row of an array that no older version can hold."""
@@ -201,6 +200,8 @@ def _count_lost(link: Link, rows: RowSpan) -> int:
     try:
         out = allocate((count, link.grid.columns), array_dtype(link.entry.element), link.record.home)
         pending = Pending(count, link.grid.columns)
-        return int(link.fill_sound(rows[0], out, np.ones(count, np.uint8), pending).sum())
+        lost = np.zeros(count, bool)
+        link.fill(rows[0], out, np.ones(count, np.uint8), pending, lost=lost)
+        return int(lost.sum())
     except (CorruptionError, FormatError):
         return count

@@ -89,7 +89,7 @@ class AllRows(Fill):
         strays = None
         if learned is not None and learned.grid is not None:
             strays = Strays(learned.grid, np.zeros(rows, np.uint8))
-        changed = self._changed[start : start + rows] = self.reader.read(first, out, strays)
+        changed = self._changed[start : start + rows] = self.reader.read(first, out, strays=strays)
         if learned is not None:
             learned.read(out, start, self.reader.element, changed, None if strays is None else strays.rows)
         if self._memory is None:
@@ -123,7 +123,7 @@ class RowsThere(AllRows):
         if there is None:
             return False
         try:
-            segments, changed = self.reader.take_all(first, rows)
+            segments, changed = self.reader.take(first, np.ones(rows, np.uint8))
         except FormatError:  # chunks split columns; of anything else the host's way tells
             return False
         tensor = self.target.parts[0].tensor
@@ -174,7 +174,7 @@ class ChosenRows(Fill):
         if not offsets.size:
             return
         out = np.empty((rows, self.reader.columns), self.reader.dtype)
-        self.reader.read_rows(first, out, wanted.copy())
+        self.reader.read(first, out, wanted)
         chosen = out[offsets]
         for part in self.target.parts:
             values = _columns(part, chosen)

@@ -204,7 +204,7 @@ def test_a_fold_requires_what_its_rows_do(tmp_path: Path) -> None:
     cnr_store.compact(str(tmp_path), version)
     assert {"lattice"} <= set(required(tmp_path, version, "folds"))
     reader = ArrayReader(catalog := Catalog(open_backend(str(tmp_path))), _record(catalog, version), PATH)
-    schemes = {segment.scheme for segment in reader.take(0, np.ones(ROWS, np.uint8))}
+    schemes = {segment.scheme for segment in reader.take(0, np.ones(ROWS, np.uint8))[0]}
     assert schemes == {Scheme.ASYMMETRIC, Scheme.LATTICE}
     np.testing.assert_array_equal(held(tmp_path, version), before)
 

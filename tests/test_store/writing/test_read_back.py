@@ -92,18 +92,18 @@ def test_over_a_base_that_is_damaged_rows_are_absolute(
     changed = (job.expected[third] != job.expected[second]).any(axis=1)
     catalog = Catalog(open_backend(tmp_path))
     reader = ArrayReader(catalog, catalog.record(third), PATH)
-    reader.read_rows(0, found := reader.new_rows(ROWS), changed.astype(np.uint8))
+    reader.read(0, found := reader.new_rows(ROWS), changed.astype(np.uint8))
     np.testing.assert_array_equal(found[changed], job.expected[third][changed])
 
 
 def test_few_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, before = [], ArrayReader.read_rows
+    read, before = [], ArrayReader.read
 
-    def note(self: ArrayReader, first_row: int, out: Any, need: Any) -> None:
-        read.append(int((need != 0).sum()))
-        before(self, first_row, out, need)
+    def note(self: ArrayReader, first_row: int, out: Any, need: Any = None, **more: Any) -> Any:
+        read.append(len(out) if need is None else int((need != 0).sum()))
+        return before(self, first_row, out, need, **more)
 
-    monkeypatch.setattr(ArrayReader, "read_rows", note)
+    monkeypatch.setattr(ArrayReader, "read", note)
     job = Job(tmp_path, RELATIVE, policy="consecutive")
     with job.checkpointer() as checkpointer:
         job.save(checkpointer)
