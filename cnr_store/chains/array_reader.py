@@ -39,26 +39,29 @@ class ArrayReader:
 
     `shape`: (rows, dim) or (rows,).
     `dtype`, `element`: numpy type of the values; the payload's element type (``bfloat16`` values come as float32).
-    `links`: the chain, newest first; the last one is whole.
     """
 
     def __init__(
         self, catalog: Catalog, record: Record, path: str, payloads: PayloadCache | None = None
     ) -> None:
         self._catalog, self._record, self._payloads = catalog, record, payloads
-        self.version, self.path = record.id, path
-        self._lock = threading.Lock()
+        self.version, self.path, self._lock = record.id, path, threading.Lock()
+        entry = _entry(record, path)
+        self.shape, self.element = entry.shape, entry.element
+        self.dtype, self.columns = array_dtype(entry.element), (*entry.shape, 1)[1]
+        self._links = self._first_links = list[Link]()
         with catalog.reading(record):
             try:
-                self.links = self._find_links(())
+                self._links = self._find_links(())
             except CorruptionError:
                 catalog.look_for_folds()  # what it depends on may have been removed while it was looked up
-                self.links = self._find_links(())
-        self._first_links = self.links
-        newest = self.links[0].entry
-        self.shape, self.element = newest.shape, newest.element
-        self.dtype = array_dtype(newest.element)
-        self.columns = (*newest.shape, 1)[1]
+                self._links = self._find_links(())
+        self._first_links = self._links
+
+    @property
+    def links(self) -> list[Link]:
+        """The chain, newest first; the last one is whole."""
+        return self._links
 
     def new_rows(self, rows: int) -> Array:
         """Memory for rows of the array, (rows, columns), its values undefined."""
@@ -118,7 +121,7 @@ class ArrayReader:
             return visited, ~whole if links is self._first_links else np.ones_like(whole)
 
         with self._catalog.reading(self._record):
-            links = self.links
+            links = self._links
             try:
                 return walk(links)
             except CorruptionError:
@@ -138,12 +141,12 @@ class ArrayReader:
     def _look_again(self, links: list[Link]) -> list[Link]:
         """The links of the chain as it is now; `links` itself if they still are."""
         with self._lock:
-            if self.links is links:  # no other thread has looked meanwhile
+            if self._links is links:  # no other thread has looked meanwhile
                 self._catalog.look_for_folds()
                 newer = self._find_links(links)
                 if [id(link) for link in newer] != [id(link) for link in links]:
-                    self.links = newer
-            return self.links
+                    self._links = newer
+            return self._links
 
     def _find_links(self, known: Sequence[Link]) -> list[Link]:
         """The links of the chain, proven to fit each other. Those that are `known` stay, with the indexes they read."""
@@ -217,9 +220,7 @@ def region_rows(links: Iterable[Link], row_bytes: int) -> int:
 
 def chain(catalog: Catalog, record: Record, path: str) -> Iterator[Record]:
     """The records whose objects hold an array's rows, newest first: versions, or the fold that ends the walk."""
-    entry = record.arrays.get(path)
-    if entry is None or entry.kind == "dense":
-        raise VersionNotFoundError(f"version {record.id} has no array of rows {path}")
+    entry = _entry(record, path)
     while entry.base is not None:
         fold = _fold(catalog, record, path)
         if fold is None and catalog.find_record(entry.base) is None:
@@ -231,6 +232,13 @@ def chain(catalog: Catalog, record: Record, path: str) -> Iterator[Record]:
         yield record
         record, entry = _base(catalog, record, path, entry.base)
     yield record
+
+
+def _entry(record: Record, path: str) -> ArrayEntry:
+    entry = record.arrays.get(path)
+    if entry is None or entry.kind == "dense":
+        raise VersionNotFoundError(f"version {record.id} has no array of rows {path}")
+    return entry
 
 
 def _fold(catalog: Catalog, record: Record, path: str) -> Record | None:

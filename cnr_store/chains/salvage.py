@@ -11,20 +11,20 @@ prove the rest.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
-from cnr_codecs import Pending, Segment, array_dtype, raw_segment
+from cnr_codecs import Pending, Segment, raw_segment
 from cnr_codecs.elements import element_named
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.objects import list_ids
 from cnr_store.chains.allocation import Array, allocate
-from cnr_store.chains.array_reader import ArrayReader, region_rows
+from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.chains.link import PENDING, Link, Strays
 from cnr_store.chains.salvage_walk import Ancestry, Distrusted, Mask, RowIds, Visit, Walk
 from cnr_store.errors import CorruptionError, VersionNotFoundError
@@ -97,29 +97,19 @@ def array_label(path: str) -> str:
     return name if slot == "weight" else f"{name}/{slot}"
 
 
-class SalvageReader:
+class SalvageReader(ArrayReader):
     """One array of rows at one version, whose chain may be damaged. Thread-safe.
 
-    Rows that are not damaged are exact, as `ArrayReader` reads them.
-
-    `version`, `path`, `shape`, `dtype`, `element`, `columns`: as of an `ArrayReader`.
+    Rows that are not damaged are exact.
     """
 
     def __init__(self, catalog: Catalog, record: Record, path: str) -> None:
-        self._catalog, self._record = catalog, record
-        self.version, self.path = record.id, path
         self._ancestry = Ancestry(catalog, record, path)
-        self._exact: ArrayReader | None = None
         self._salvaged: dict[str, list[RowIds]] = {}
-        self._lock = threading.Lock()
         try:
-            self._exact = ArrayReader(catalog, record, path)
+            super().__init__(catalog, record, path)
         except CorruptionError as error:
             self._ancestry.note(error)
-        entry = record.arrays[path]
-        self.shape, self.element = entry.shape, entry.element
-        self.dtype, self.columns = array_dtype(entry.element), (*entry.shape, 1)[1]
-        if self._exact is None:
             self._check_room()
 
     @property
@@ -130,7 +120,7 @@ class SalvageReader:
     @property
     def links(self) -> list[Link]:
         """The links of the chain; if they can't all be opened, those looked into so far."""
-        return self._ancestry.opened() if self._exact is None else self._exact.links
+        return self._links or self._ancestry.opened()
 
     def salvaged(self) -> SalvagedRows | None:
         """The rows that were read with older values so far; None if there are none."""
@@ -141,17 +131,11 @@ class SalvageReader:
             }
         return SalvagedRows(by_version) if by_version else None
 
-    def regions(self) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of pieces that cover the array."""
-        rows, rows_each = self.shape[0], region_rows(self.links, self.columns * self.dtype.itemsize)
-        for first_row in range(0, rows, rows_each):
-            yield first_row, min(rows_each, rows - first_row)
-
     def read(
         self, first_row: int, out: Array, need: Array | None = None, *, strays: Strays | None = None
     ) -> Array:
         """As `ArrayReader.read`. Where something is damaged, all rows count as strays written by a delta."""
-        changed = self._exactly(lambda exact: exact.read(first_row, out, need, strays=strays))
+        changed = self._exactly(partial(super().read, first_row, out, need, strays=strays))
         if changed is not None:
             return changed
         if strays is not None:
@@ -161,7 +145,7 @@ class SalvageReader:
 
     def take(self, first_row: int, need: Array) -> tuple[list[Segment], Array]:
         """As `ArrayReader.take`."""
-        exact = self._exactly(lambda exact: exact.take(first_row, need))
+        exact = self._exactly(partial(super().take, first_row, need))
         if exact is not None:
             return exact
         taken, changed = list[Segment](), np.ones(len(need), bool)
@@ -178,10 +162,10 @@ class SalvageReader:
         self._salvage(first_row, need, take, taken.clear)
         return taken, changed
 
-    def _exactly(self, read: Callable[[ArrayReader], T]) -> T | None:
-        """What the reader of sound chains returns; None, and the damage noted, where this one is not."""
+    def _exactly(self, read: Callable[[], T]) -> T | None:
+        """What is read of a sound chain; None, and the damage noted, if this one is not."""
         try:
-            return None if self._exact is None else read(self._exact)
+            return read() if self._links else None
         except CorruptionError as error:
             self._ancestry.note(error)
             return None

@@ -24,7 +24,6 @@ from cnr_codecs.elements import element_named
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import REGION_BYTES, ArrayReader
 from cnr_store.chains.link import Link
-from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError, SaveError
 from cnr_store.format.arrays import Doc, rows_document
 from cnr_store.format.grid import Grid, choose_grid
@@ -43,7 +42,7 @@ MAX_REGION_ROWS = 1 << 20
 class FoldedArray:
     """One array of rows of a version as its fold holds it: whole, and with a new grid."""
 
-    reader: ArrayReader | SalvageReader  # reads the array's chain
+    reader: ArrayReader  # reads the array's chain
     entry: ArrayEntry  # its entry in the fold's record, without the number of bytes
     # grid, document: how it is cut into chunks; its Zarr metadata, with what follows the row codec of the whole link
     grid: Grid
@@ -56,7 +55,7 @@ class FoldedArray:
         return cls.from_reader(ArrayReader(catalog, record, path), record.arrays[path])
 
     @classmethod
-    def from_reader(cls, reader: ArrayReader | SalvageReader, written: ArrayEntry) -> Self:
+    def from_reader(cls, reader: ArrayReader, written: ArrayEntry) -> Self:
         """The same of what a `reader` reads, from the array's entry in its version's record."""
         # Of a damaged chain, the whole link may be lost: the oldest one that is left has codecs of the same rows.
         whole = next((link for link in reversed(reader.links) if link.is_written), reader.links[-1])

@@ -38,7 +38,6 @@ from cnr_store.training.loading.row_fill import (
     AllRows,
     ChosenRows,
     Fill,
-    Reader,
     Target,
     all_rows,
     differing_rows,
@@ -268,16 +267,13 @@ class Restore:
         targets += self._fused.targets
         others: list[Fill] = []
         for path, fit, parts in targets:
-            reader: Reader
-            if self._salvage:
-                reader = SalvageReader(self._catalog, self._record, path)
+            reader = (SalvageReader if self._salvage else ArrayReader)(self._catalog, self._record, path)
+            if isinstance(reader, SalvageReader):
                 salvagers.append(reader)
-            else:
-                reader = ArrayReader(self._catalog, self._record, path)
             target = Target(fit.table.first_row, fit.table.local_rows, parts)
             if fit.exact:
                 exact[path] = all_rows(reader, target)
-                if learn is not None and isinstance(reader, ArrayReader):
+                if learn is not None and not self._salvage:
                     configs = [link.entry.codec for link in reader.links]
                     exact[path].learned = learn(path, fit.table, reader.columns, configs)
             else:

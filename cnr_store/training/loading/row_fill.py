@@ -35,7 +35,6 @@ from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.writing.row_codes import Known
 
 log = logging.getLogger("cnr_store")
-Reader = ArrayReader | SalvageReader
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Target:
 class Fill(ABC):
     """Memory to fill with rows that `reader` reads in pieces."""
 
-    def __init__(self, reader: Reader, target: Target) -> None:
+    def __init__(self, reader: ArrayReader, target: Target) -> None:
         self.reader = reader
         self.target = target
 
@@ -72,7 +71,7 @@ class Fill(ABC):
 class AllRows(Fill):
     """Takes every row that the target has; array and target have the same rows and element type."""
 
-    def __init__(self, reader: Reader, target: Target) -> None:
+    def __init__(self, reader: ArrayReader, target: Target) -> None:
         super().__init__(reader, target)
         self._changed = np.zeros(target.rows, bool)
         self._memory = _plain_memory(reader, target)
@@ -106,8 +105,6 @@ class RowsThere(AllRows):
 
     `there`: the target's rows, which are in one part. Where the device can't decode them, the host does.
     """
-
-    reader: ArrayReader
 
     def __init__(self, reader: ArrayReader, target: Target, there: DeviceRows) -> None:
         super().__init__(reader, target)
@@ -144,9 +141,9 @@ class RowsThere(AllRows):
         return True
 
 
-def all_rows(reader: Reader, target: Target) -> AllRows:
+def all_rows(reader: ArrayReader, target: Target) -> AllRows:
     """What fills a target that has the rows and the element type of the array, as they are decoded fastest."""
-    if not isinstance(reader, ArrayReader) or len(target.parts) != 1:
+    if isinstance(reader, SalvageReader) or len(target.parts) != 1:
         return AllRows(reader, target)
     (part,) = target.parts
     codecs = [link.entry.codec for link in reader.links]
@@ -160,7 +157,7 @@ class ChosenRows(Fill):
     The target may have other rows than the array, and another element type.
     """
 
-    def __init__(self, reader: Reader, target: Target, ids: Ids | None) -> None:
+    def __init__(self, reader: ArrayReader, target: Target, ids: Ids | None) -> None:
         super().__init__(reader, target)
         self._wanted = np.full(target.rows, ids is None, np.uint8)
         if ids is not None:
@@ -183,7 +180,7 @@ class ChosenRows(Fill):
             assign_ids(part.tensor, start + offsets, values)
 
 
-def _plain_memory(reader: Reader, target: Target) -> AnyArray | None:
+def _plain_memory(reader: ArrayReader, target: Target) -> AnyArray | None:
     """The target's memory, (rows, columns), if it can be read into as it is."""
     if len(target.parts) != 1:
         return None
