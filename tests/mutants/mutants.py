@@ -91,14 +91,14 @@ MUTANTS = [
     Mutant(
         "a table changed outside of steps and lookups is whole",
         "cnr_store/training/tracking/table_tracker.py",
-        "or (self.changes > 0 and OUTSIDE)",
+        "or (self.changes() > 0 and OUTSIDE)",
         "or (False and OUTSIDE)",
         f"{STORE}/training/tracking",
     ),
     Mutant(
         "optimizer state changed by hand makes its table whole",
         "cnr_store/training/tracking/table_tracker.py",
-        "or (self._most_slot_changes > 0 and STATE_OUTSIDE)",
+        "or (any(map(self.changes, self._owners)) and STATE_OUTSIDE)",
         "or (False and STATE_OUTSIDE)",
         f"{STORE}/training/tracking",
     ),

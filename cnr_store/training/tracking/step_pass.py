@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.optimizer_rules import Classes, may_move_untouched_rows, written_slots
-from cnr_store.training.tracking.table_tracker import TableTracker
-from cnr_store.training.tracking.version_counter import Counters
+from cnr_store.training.tracking.table_tracker import Counters, TableTracker
 
 Stepped = list[tuple[int, TableTracker]]
 """Tables that an optimizer steps, each with the position of its parameter group."""
@@ -52,11 +51,10 @@ class StepPass:
         self.stepped = stepped
         self._tables: Stepped = []
         self.others: Stepped = []
-        counters: list[Counters] = []
+        counters: list[tuple[Counters, Counters]] = []
         is_known = all(type(kept) is dict for kept in optimizer.state.values())
         for position, tracker in stepped:
-            is_plain = is_known and _is_plain(tracker) and tracker.has_settled_counters(optimizer)
-            found = tracker.plain_counters(optimizer) if is_plain else None
+            found = tracker.settled_counters(optimizer) if is_known and _is_plain(tracker) else None
             (self.others if found is None else self._tables).append((position, tracker))
             if found is not None:
                 counters.append(found)
@@ -77,10 +75,10 @@ class StepPass:
         self._nbytes = [parameter.nbytes for parameter in self._parameters]
         self._row_words = np.array(self._nbytes, np.int64) // (_WORD_BYTES * np.maximum(self._rows, 1))
 
-    def _note_counters(self, optimizer: Optimizer, counters: Sequence[Counters]) -> None:
+    def _note_counters(self, optimizer: Optimizer, counters: Sequence[tuple[Counters, Counters]]) -> None:
         """Note what is known of the parameters, then of the slots in the order of the optimizer's state."""
         tables = {id(parameter): table for table, parameter in enumerate(self._parameters)}
-        self._counters = [of_parameter for of_parameter, _ in counters]
+        self._counters = [one for of_parameter, _ in counters for one in of_parameter.values()]
         of_tensors = list(tables.values())
         # How often one step may change each. Trusted classes have no limit, and their tables get a closer look.
         limits, written = [1] * len(of_tensors), written_slots(optimizer) or ()
@@ -109,7 +107,8 @@ class StepPass:
         self._strides = [counter.strides for counter in self._counters]
 
     def _counters_now(self, optimizer: Optimizer) -> list[object]:
-        return list(chain.from_iterable(tracker.counters(optimizer) for tracker in self._trackers))
+        each = (tracker.counters for tracker in self._trackers)
+        return [one for counters in each for one in (counters[id(None)], counters.get(id(optimizer)))]
 
     def begin_interval(self, optimizer: Optimizer) -> bool:
         """Go on after the trackers have begun an interval. False if they count or flag elsewhere since."""
@@ -127,7 +126,7 @@ class StepPass:
         if list(chain.from_iterable(optimizer.state.values())) != self._names:
             return []
         left = self._elsewhere(tensors)
-        left |= {each for each in self._odd if not self._trackers[each].has_settled_counters(optimizer)}
+        left |= {each for each in self._odd if self._trackers[each].settled_counters(optimizer) is None}
         left |= self._differing(versions, list(map(_known_version, self._counters)))
         return [tracker for table, tracker in enumerate(self._trackers) if table not in left]
 
@@ -213,7 +212,8 @@ class StepPass:
             if table not in left:
                 gradients.append(gradient)
                 tables.append(table)
-        if set(map(type, gradients)) - {torch.Tensor} or not all(map(_is_cpu, gradients)):
+        are_plain = not set(map(type, gradients)) - {torch.Tensor} and all(map(_is_cpu, gradients))
+        if not (are_plain and bitmap.is_compiled()):
             left.update(tables)
             return
         layouts = list(map(_layout_of, gradients))

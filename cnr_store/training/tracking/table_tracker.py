@@ -11,16 +11,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from cnr_store.training.distributed.dtensors import local_of
+from cnr_store.training.distributed.sharded import ShardedTable
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import DTensorTable, SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
-from cnr_store.training.tracking.version_counter import (
-    Counters,
-    SlotCounters,
-    VersionCounter,
-    counter_of,
-)
+from cnr_store.training.tracking.version_counter import Counter, VersionCounter, counter_of
 
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
@@ -36,6 +32,10 @@ _STEP_UNSEEN = (
     "gradients of it were computed, and no step was seen; give Checkpointer the optimizer that trains it"
 )
 
+Owner = Optimizer | ShardedTable | None
+"""Has state for the rows of a table: an optimizer, or TorchRec's module. None is the table itself."""
+Counters = Mapping[str, VersionCounter]
+
 
 class TableTracker:
     """The rows flagged of one table, and how many changes of it and of its slots the flags explain.
@@ -47,6 +47,7 @@ class TableTracker:
     `optimizers`: those whose state is saved with the table.
 
     `bits`: rows flagged in this interval.
+    `counters`: by id of the owner: of its tensors, by key.
     `carried_over`: rows that a failed save gave back; None if there are none.
     `had_gradient`: whether the parameter had a gradient before the last step of a trusted class.
     `has_optimizer`: whether one of `optimizers` updates the table.
@@ -58,10 +59,10 @@ class TableTracker:
         self._optimizers = list(optimizers)
         self.has_optimizer = False
         self.bits = RowBits(table.local_rows, table.parameter.device)
-        self._counter = counter_of(table.parameter)
-        self._slot_counters = {
-            id(each): SlotCounters(row_slots(each, table.parameter)) for each in optimizers
-        }
+        self._owners: list[Owner] = [*optimizers]
+        if isinstance(table, SpreadTable):
+            self._owners.append(table.sharded)
+        self.counters: dict[int, Mapping[str, Counter]] = {}
         self._new_gradient = self.had_gradient = False
         self._watched: torch.Tensor | None = None
         self.begin_interval()
@@ -107,8 +108,8 @@ class TableTracker:
             or (self.is_fused and self.table.sharded.moves_untouched_rows())  # type: ignore[attr-defined]
             or (self.resized and _RESIZED)
             or (self.bits.saw_outside and _OUT_OF_RANGE)
-            or (self.changes > 0 and OUTSIDE)
-            or (self._most_slot_changes > 0 and STATE_OUTSIDE)
+            or (self.changes() > 0 and OUTSIDE)
+            or (any(map(self.changes, self._owners)) and STATE_OUTSIDE)
             or None
         )
 
@@ -160,84 +161,83 @@ class TableTracker:
         """Whether the table has another number of rows than flags."""
         return self.bits.rows != self.table.local_rows
 
-    @property
-    def changes(self) -> float:
-        """Changes of the parameter that are not acknowledged; see `VersionCounter.count_changes`."""
-        return self._counter.count_changes(self.table.parameter)
+    def _kept(self, owner: Owner) -> Mapping[str, torch.Tensor]:
+        """The tensors whose changes are counted for an owner, by key. None are if its state is not saved."""
+        if isinstance(
+            owner, ShardedTable
+        ):  # FBGEMM changes them without counting: what torch counts is someone else's
+            pieces = ((slot, piece) for slot, kept in owner.slots.items() for piece in kept.pieces)
+            return {f"{slot} {number}": piece.tensor for number, (slot, piece) in enumerate(pieces)}
+        if owner is None:
+            return {"": self.table.parameter}
+        return row_slots(owner, self.table.parameter) if any(owner is each for each in self._owners) else {}
 
-    def acknowledge(self) -> None:
-        """Take every change of the parameter so far as flagged."""
-        if not self._counter.catch_up(self.table.parameter):
-            self._counter = counter_of(self.table.parameter)
+    def changes(self, owner: Owner = None, written: Collection[str] | None = None) -> float:
+        """The most changes of one of an owner's tensors that are not acknowledged; see `VersionCounter.count_changes`.
+
+        Infinity if one was replaced or is gone, or one not among `written` was changed, if these are given. New ones
+        don't count: what was never saved is saved whole.
+        """
+        most: float = 0
+        counters = self.counters.get(id(owner), {})
+        now = self._kept(owner) if counters else {}
+        for key, counter in counters.items():
+            changes = counter.count_changes(now[key]) if key in now else math.inf
+            if changes and written is not None and key not in written:
+                return math.inf
+            most = max(most, changes)
+        return most
+
+    def acknowledge(self, owner: Owner = None) -> None:
+        """Take every change so far of an owner's tensors as flagged."""
+        kept, counters = self._kept(owner), self.counters.get(id(owner), {})
+        if counters.keys() != kept.keys() or not all(
+            counter.catch_up(kept[key]) for key, counter in counters.items()
+        ):
+            self.counters[id(owner)] = {key: counter_of(tensor) for key, tensor in kept.items()}
+
+    def acknowledge_all(self) -> None:
+        """Take every change of the parameter and of all slots so far as flagged."""
+        for owner in (None, *self._owners):
+            self.acknowledge(owner)
 
     def explain_changes(self, find: Callable[[], torch.Tensor | None]) -> None:
         """Flag the rows that `find` says were changed, if it can, where the reason to be whole is that nothing does."""
-        stays = self.changes == math.inf or self.whole_reason != OUTSIDE
+        stays = self.changes() == math.inf or self.whole_reason != OUTSIDE
         if not stays and (rows := find()) is not None:
             self.mark(rows)
             self.whole = None
             self.acknowledge()
 
-    def slot_changes(self, optimizer: Optimizer, written: Collection[str] | None = None) -> float:
-        """The most changes of one slot of `optimizer` that are not acknowledged.
+    def settled_counters(self, optimizer: Optimizer) -> tuple[Counters, Counters] | None:
+        """The counters of the parameter and of the slots of `optimizer`.
 
-        Infinity if a slot was replaced or is gone, or one not among `written` was changed, if these are given. New
-        slots don't count: what was never saved is saved whole. 0 if the state of `optimizer` is not saved.
+        None if one has no single memory, or `acknowledge_all` would count other tensors.
         """
-        counters = self._slot_counters.get(id(optimizer))
-        return (
-            0
-            if counters is None
-            else counters.count_changes(optimizer.state.get(self.table.parameter, {}), written)
+        found = self.counters[id(None)], self.counters.get(id(optimizer), {})
+        is_settled = all(
+            self.counters.get(id(owner), {}).keys() == self._kept(owner).keys()
+            and (owner is optimizer or not self.counters.get(id(owner)))
+            for owner in self._owners
         )
-
-    def plain_counters(self, optimizer: Optimizer) -> Counters | None:
-        """The counters of the parameter and of the slots of `optimizer`; None if one is not a `VersionCounter`."""
-        slots = self._slot_counters.get(id(optimizer))
-        counters = {} if slots is None else slots.plain(optimizer.state.get(self.table.parameter, {}))
-        of_parameter = self._counter
-        if counters is None or not isinstance(of_parameter, VersionCounter) or of_parameter.storage is None:
-            return None
-        return of_parameter, counters
-
-    def counters(self, optimizer: Optimizer) -> tuple[object, object]:
-        """What counts the changes of the parameter and of the slots of `optimizer`: other objects, if replaced."""
-        return self._counter, self._slot_counters.get(id(optimizer))
-
-    def has_settled_counters(self, optimizer: Optimizer) -> bool:
-        """Whether `acknowledge_all` would count no other tensors than those of `plain_counters`."""
-        parameter, key = self.table.parameter, id(optimizer)
-        return all(
-            counters.knows(each.state.get(parameter, {}), parameter)
-            and (id(each) == key or counters.is_empty)
-            for each in self._optimizers
-            for counters in (self._slot_counters[id(each)],)
-        )
-
-    @property
-    def _most_slot_changes(self) -> float:
-        return max(map(self.slot_changes, self._optimizers), default=0)
-
-    def acknowledge_slots(self, optimizer: Optimizer) -> None:
-        """Take every change of the slots of `optimizer` so far as flagged."""
-        counters, parameter = self._slot_counters.get(id(optimizer)), self.table.parameter
-        if counters is not None and not counters.catch_up(optimizer.state.get(parameter, {}), parameter):
-            self._slot_counters[id(optimizer)] = SlotCounters(row_slots(optimizer, parameter))
+        plain = [
+            {
+                key: one
+                for key, one in each.items()
+                if isinstance(one, VersionCounter) and one.storage is not None
+            }
+            for each in found
+        ]
+        return (plain[0], plain[1]) if is_settled and list(map(len, plain)) == list(map(len, found)) else None
 
     @property
     def replaced(self) -> bool:
         """Whether the parameter or a slot has other memory than when its changes were last acknowledged."""
-        return math.isinf(max(self.changes, self._most_slot_changes))
-
-    def acknowledge_all(self) -> None:
-        """Take every change of the parameter and of all slots so far as flagged."""
-        self.acknowledge()
-        for optimizer in self._optimizers:
-            self.acknowledge_slots(optimizer)
+        return math.inf in map(self.changes, (None, *self._owners))
 
     def expect_slots(self, optimizer: Optimizer, slots: Mapping[str, torch.Tensor]) -> None:
         """Count changes from `slots` on, by key, which `optimizer` is about to get in place of its own."""
-        self._slot_counters[id(optimizer)] = SlotCounters(slots)
+        self.counters[id(optimizer)] = {key: counter_of(tensor) for key, tensor in slots.items()}
 
     def mark(self, ids: torch.Tensor) -> None:
         """Flag the rows `ids`, integers of any shape that count from the first row held, in the table as it is now."""

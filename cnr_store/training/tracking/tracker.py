@@ -93,12 +93,10 @@ class Tracker:
         if left is not every.others:
             self._stepped.renew_pass(optimizer)
         for _position, tracker in every.stepped if trusts else left:
-            if tracker.changes:
-                tracker.make_whole(OUTSIDE)
-                tracker.acknowledge()
-            if tracker.slot_changes(optimizer):
-                tracker.make_whole(STATE_OUTSIDE)
-                tracker.acknowledge_slots(optimizer)
+            for owner, reason in ((None, OUTSIDE), (optimizer, STATE_OUTSIDE)):
+                if tracker.changes(owner):
+                    tracker.make_whole(reason)
+                    tracker.acknowledge(owner)
             if trusts:
                 self._before_trusted(tracker, has_closure)
 
@@ -127,7 +125,7 @@ class Tracker:
         """
         parameter, trusted = tracker.table.parameter, self._trusted
         gradient = parameter.grad
-        changes = max(tracker.changes, tracker.slot_changes(optimizer, written_slots(optimizer, trusted)))
+        changes = max(tracker.changes(), tracker.changes(optimizer, written_slots(optimizer, trusted)))
         may_have_had = False
         if type(optimizer) in trusted:
             may_have_had = tracker.had_gradient or (has_closure and parameter.requires_grad)
@@ -140,12 +138,12 @@ class Tracker:
             tracker.make_whole(reason)
         elif tracker.resized or gradient is None or changes > most_changes(optimizer, gradient, trusted):
             beyond = f"a step of {type(optimizer).__name__} changed it by more than its gradient"
-            tracker.make_whole(OUTSIDE if math.isinf(tracker.changes) else beyond)
+            tracker.make_whole(OUTSIDE if math.isinf(tracker.changes()) else beyond)
         else:
             tracker.mark_gradient(gradient)
         # Last: were this interrupted, the changes would still need an explanation.
         tracker.acknowledge()
-        tracker.acknowledge_slots(optimizer)
+        tracker.acknowledge(optimizer)
 
     def _find_owners(self) -> None:
         """Note which tables the given optimizers own; parameter groups may be added at any time."""
@@ -175,7 +173,6 @@ class Tracker:
         if tracker.replaced:
             tracker.make_whole("it, or what an optimizer keeps for its rows, was replaced")
         tracker.acknowledge_all()
-        self._sharded.acknowledge(tracker.table.key)
 
     def make_whole(self, name: str, reason: str) -> None:
         """Declare that the rows of a table that changed in this interval are not known."""
@@ -293,7 +290,6 @@ class Tracker:
         self._stepped.forget_passes()
         for tracker in self._trackers.values():
             tracker.begin_interval()
-        self._sharded.acknowledge()
         for optimizer, by_table in slots:
             for name, given in by_table.items():
                 self._trackers[name].expect_slots(optimizer, given)
