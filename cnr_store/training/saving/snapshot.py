@@ -39,7 +39,7 @@ from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.codec_choice import CodecChoice, takes_changing_rows
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.tally import Bitmaps, Changed, RowSets, Tally
-from cnr_store.training.tracking.bitmap import Bitmap, RowIds, rows_of
+from cnr_store.training.tracking.bitmap import Bitmap, RowIds, is_compiled, rows_of
 from cnr_store.training.tracking.small_tables import SmallTables
 from cnr_store.writing.exchange import is_sent_encoded
 from cnr_store.writing.lineage import ArrayLine
@@ -169,14 +169,15 @@ class Staging:
         return StagedRows(out)
 
     def stage_together(self, tables: SmallTables, ids: RowIds, edges: RowIds) -> StagedTogether | None:
-        """Copy rows of small tables: none if there is no room for all, or they are of bfloat16.
+        """Copy rows of small tables: none if there is no room for all, they are of bfloat16, or no kernel is compiled.
 
         `ids`, `edges`: as in `SmallTables.copy`.
         """
         counts = np.diff(edges)[tables.of_arrays]
         ends = np.cumsum(counts * tables.words * _WORD_BYTES)
         nbytes = int(ends[-1]) if ends.size else 0
-        if self._used_bytes + nbytes > self.limit_bytes or not tables.have_array_types:
+        fits = self._used_bytes + nbytes <= self.limit_bytes
+        if not (fits and tables.have_array_types and is_compiled()):
             return None
         self._used[-1][_TOGETHER] = nbytes
         self._used_bytes += nbytes

@@ -2,12 +2,12 @@
 
 Every bitmap is a ``uint8`` array of ``ceil(rows / 8)`` bytes whose bits past the last row are zero. Kernels are serial
 and release the GIL. The ``*_reference`` functions do the same in plain numpy; tests compare the two. They stand in for
-the kernels until `compile_kernels` has run, so that no lookup, step or save waits for the compiler.
+the kernels until `compile_kernels` has run, so that no lookup, step or save waits for the compiler. Kernels that take
+many tables have no such twin: ask `is_compiled` first, and go through tables one by one where it says no.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +48,11 @@ class _State:
     is_compiled = False
 
 
+def is_compiled() -> bool:
+    """Whether `compile_kernels` has run."""
+    return _State.is_compiled
+
+
 def _typed_pointer(_context: Any, _address: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -66,7 +71,6 @@ def _typed_or(_context: Any, _address: Any, _bits: Any) -> Any:
 # For kernels: an address as a pointer, and bits of a byte set so that no other thread's are undone.
 _pointer: Any = intrinsic(_typed_pointer)
 _or: Any = intrinsic(_typed_or)
-_NO_IDS = np.empty(0, np.int64)
 
 
 @kernel
@@ -83,18 +87,6 @@ def _mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> in
     return -1
 
 
-def mark_at(bitmap_address: int, rows: int, ids_address: int, count: int) -> int:
-    """`mark` for a bitmap of `rows` rows and `count` contiguous int64 ids at these addresses.
-
-    Making arrays of them would take longer than marking a few ids. The caller keeps both memories alive.
-    """
-    if _State.is_compiled:
-        return int(_mark_at(bitmap_address, rows, ids_address, count))
-    bitmap = np.ctypeslib.as_array((ctypes.c_uint8 * bitmap_bytes(rows)).from_address(bitmap_address))
-    ids = np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(ids_address)) if count else _NO_IDS
-    return mark_reference(bitmap, rows, ids)
-
-
 def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     """Set the bits of `ids`, an ``(n,)`` array of integers.
 
@@ -102,7 +94,9 @@ def mark(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     """
     # The kernel is compiled for such ids alone.
     plain = np.ascontiguousarray(ids, np.int64)
-    return mark_at(bitmap.ctypes.data, rows, plain.ctypes.data, plain.size)
+    if not _State.is_compiled:
+        return mark_reference(bitmap, rows, plain)
+    return int(_mark_at(bitmap.ctypes.data, rows, plain.ctypes.data, plain.size))
 
 
 def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
@@ -137,39 +131,18 @@ def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
     bitmap |= np.packbits((words != 0).any(axis=1), bitorder="little")
 
 
+@kernel
 def mark_ids_of_tables(bitmaps: RowIds, rows: RowIds, ids: RowIds, counts: RowIds) -> int:
-    """`mark_at` for many tables, each with an address of its bitmap and one of its ids.
+    """`mark` for many tables, each with an address of its bitmap and one of its ids, contiguous int64.
 
     Returns: How many tables have an id outside their rows. Their counts are -1 afterwards.
     """
-    if _State.is_compiled:
-        return int(_mark_ids_of_tables(bitmaps, rows, ids, counts))
-    each = zip(bitmaps.tolist(), rows.tolist(), ids.tolist(), counts.tolist(), strict=True)
-    outside = [mark_at(*table) >= 0 for table in each]
-    counts[outside] = -1
-    return sum(outside)
-
-
-@kernel
-def _mark_ids_of_tables(bitmaps: RowIds, rows: RowIds, ids: RowIds, counts: RowIds) -> int:
     outside = 0
     for table in range(bitmaps.size):
         if _mark_at(bitmaps[table], rows[table], ids[table], counts[table]) >= 0:
             counts[table] = -1
             outside += 1
     return outside
-
-
-def mark_nonzero_of_tables(bitmaps: RowIds, rows: RowIds, gradients: RowIds, row_words: RowIds) -> None:
-    """`mark_nonzero` for many tables: `gradients` are the addresses of contiguous rows of 32-bit words."""
-    if _State.is_compiled:
-        _mark_nonzero_of_tables(bitmaps, rows, gradients, row_words)
-        return
-    each = zip(bitmaps.tolist(), rows.tolist(), gradients.tolist(), row_words.tolist(), strict=True)
-    for at, count, gradient, size in each:
-        bitmap = np.ctypeslib.as_array((ctypes.c_uint8 * bitmap_bytes(count)).from_address(at))
-        words = np.ctypeslib.as_array((ctypes.c_uint32 * (count * size)).from_address(gradient))
-        mark_nonzero_reference(bitmap, words.reshape(count, size))
 
 
 @helper
@@ -182,7 +155,8 @@ def _combined(words: AnyArray, first: int, last: int) -> Any:
 
 
 @kernel
-def _mark_nonzero_of_tables(bitmaps: RowIds, rows: RowIds, gradients: RowIds, row_words: RowIds) -> None:
+def mark_nonzero_of_tables(bitmaps: RowIds, rows: RowIds, gradients: RowIds, row_words: RowIds) -> None:
+    """`mark_nonzero` for many tables: `gradients` are the addresses of contiguous rows of 32-bit words."""
     # The memory of eight rows that are all set is not read. Most blocks of eight rows are zero.
     for table in range(bitmaps.size):
         count, size = rows[table], row_words[table]
@@ -200,6 +174,7 @@ def _mark_nonzero_of_tables(bitmaps: RowIds, rows: RowIds, gradients: RowIds, ro
                     _or(bitmaps[table] + index, np.uint8(1 << (row & 7)))
 
 
+@kernel
 def copy_rows_of_tables(
     sources: RowIds, row_words: RowIds, begins: RowIds, ends: RowIds, ids: RowIds, targets: RowIds
 ) -> None:
@@ -207,23 +182,6 @@ def copy_rows_of_tables(
 
     `sources` and `targets` are addresses, of the arrays and of contiguous memory that takes the rows.
     """
-    if _State.is_compiled:
-        _copy_rows_of_tables(sources, row_words, begins, ends, ids, targets)
-        return
-    each = zip(*(given.tolist() for given in (sources, row_words, begins, ends, targets)), strict=True)
-    for source, size, begin, end, target in each:
-        if begin < end:
-            own = ids[begin:end]
-            to, rows = (ctypes.c_uint32 * size * own.size), (ctypes.c_uint32 * size * (int(own.max()) + 1))
-            np.ctypeslib.as_array(to.from_address(target))[...] = np.ctypeslib.as_array(
-                rows.from_address(source)
-            )[own]
-
-
-@kernel
-def _copy_rows_of_tables(
-    sources: RowIds, row_words: RowIds, begins: RowIds, ends: RowIds, ids: RowIds, targets: RowIds
-) -> None:
     for array in range(sources.size):
         size = row_words[array]
         for position in range(begins[array], ends[array]):
@@ -337,11 +295,11 @@ def compile_kernels() -> Iterator[None]:
     yield _mark_at(bitmap.ctypes.data, 8, ids.ctypes.data, 1)
     yield _mark_nonzero(bitmap, np.ones((1, 4), np.uint8))
     bitmaps, rows = np.array([bitmap.ctypes.data]), np.array([8])
-    yield _mark_ids_of_tables(bitmaps, rows, np.array([ids.ctypes.data]), np.ones(1, np.int64))
+    yield mark_ids_of_tables(bitmaps, rows, np.array([ids.ctypes.data]), np.ones(1, np.int64))
     gradients = np.zeros(8, np.uint32)
-    yield _mark_nonzero_of_tables(bitmaps, rows, np.array([gradients.ctypes.data]), np.ones(1, np.int64))
+    yield mark_nonzero_of_tables(bitmaps, rows, np.array([gradients.ctypes.data]), np.ones(1, np.int64))
     one, at = np.zeros(1, np.int64), np.array([gradients.ctypes.data])
-    yield _copy_rows_of_tables(at, one, one, one + 1, one, at)
+    yield copy_rows_of_tables(at, one, one, one + 1, one, at)
     yield _count(*_words(bitmap))
     yield _rows_of(*_words(bitmap), counts)
     yield _count_blocks(bitmap, 0, 8, counts)

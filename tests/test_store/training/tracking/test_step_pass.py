@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 from cnr_store.training.model.tables import find_tables
+from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.step_pass import StepPass
 from cnr_store.training.tracking.tracker import Tracker
 from tests.nightly import NIGHT
@@ -28,6 +29,13 @@ MAKERS: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
     "sparse_adam": (lambda p: SparseAdam(p, lr=0.1), True),
     "adam": (lambda p: Adam(p, lr=0.1), False),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    """Until kernels are compiled, each table gets a closer look."""
+    for _ in bitmap.compile_kernels():
+        pass
 
 
 class Many:
