@@ -24,7 +24,7 @@ from benchmarks.codec_bench.targets import Target
 from benchmarks.saving_bench.training import DIM, Training
 from cnr_codecs import UniformRows
 from cnr_store.format.grid import choose_grid, count_blocks
-from cnr_store.training.model.tensors import AnyArray, gather
+from cnr_store.training.model.tensors import AnyArray, copy_rows
 
 TABLES = 4
 _BITS = 4
@@ -119,7 +119,10 @@ def _encode(pool: ThreadPoolExecutor, training: Training, ids: torch.Tensor | No
 
 def _encode_chunk(chunk: _Chunk) -> None:
     table, ids, first, rows = chunk
-    values = table[first : first + rows].numpy() if ids is None else gather(table, ids)
+    values = table[first : first + rows].numpy()
+    if ids is not None:
+        values = np.empty((ids.size, table.shape[1]), np.float32)
+        copy_rows(table, ids, values)
     offsets = None if ids is None else ids - first
     _CODEC.encode_rows(values, offsets, rows, element="float32")
 

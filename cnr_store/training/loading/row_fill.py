@@ -26,7 +26,7 @@ from cnr_store.training.model.tensors import (
     AnyArray,
     assign_ids,
     assign_rows,
-    copy_slice,
+    copy_rows,
     note_change,
     overwriting,
     rows_view,
@@ -220,7 +220,7 @@ def differing_rows(catalog: Catalog, record: Record, table: Table) -> torch.Tens
             place = slice(first - table.first_row, first - table.first_row + rows)
             for part in table.parts:
                 own = np.empty((rows, *part.tensor.shape[1:]), stored.dtype)
-                copy_slice(part.tensor, place, own)
+                copy_rows(part.tensor, place, own)
                 expected = np.ascontiguousarray(_columns(part, stored))
                 differs[place] |= (own.view(np.uint8) != expected.view(np.uint8)).any(axis=1)
     except (BackendError, CorruptionError):  # as upkeep may have removed what was read

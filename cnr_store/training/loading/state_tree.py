@@ -15,7 +15,7 @@ from cnr_store.format.record import Record
 from cnr_store.format.state_arrays import OfClass
 from cnr_store.reading.state import decode_tree as read_tree
 from cnr_store.training.loading.validate_state import torch_value
-from cnr_store.training.model.wrappers import class_name
+from cnr_store.training.model.names import class_name
 
 PARTLY = "the model is partly overwritten, load another version or give what was saved"
 """How messages end where a load failed half way."""

@@ -13,12 +13,17 @@ from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.training.distributed.dtensors import is_dtensor
-from cnr_store.training.model.names import clean_name, parameter_names, state_names, wrapper_paths
+from cnr_store.training.model.names import (
+    clean_name,
+    parameter_names,
+    state_names,
+    wrapped_parts,
+    wrapper_paths,
+)
 from cnr_store.training.model.object_state import is_wrapper, taken_apart
 from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import may_overlap_itself, overwriting
-from cnr_store.training.model.wrappers import wrapped_parts
 
 EXTRA_STATE = "_extra_state"
 NamedState = Mapping[str, tuple[str, Any]]

@@ -23,10 +23,9 @@ from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import (
     AnyArray,
     array_dtype,
-    copy_slice,
+    copy_rows,
     dtype_name,
     dtype_named,
-    gather,
     rows_view,
 )
 
@@ -102,12 +101,7 @@ class RowArray:
             if part.tensor.ndim == 1:
                 target = target[:, 0]
             with failing_saves(part.tensor.device, self.path):
-                if isinstance(ids, slice):
-                    copy_slice(part.tensor, ids, target)
-                elif target.flags.c_contiguous:
-                    gather(part.tensor, ids, target)
-                else:
-                    target[...] = gather(part.tensor, ids)
+                copy_rows(part.tensor, ids, target)
             column += part.columns
 
 

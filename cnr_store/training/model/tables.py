@@ -16,11 +16,15 @@ from cnr_store.format.layout import table_name, weight_path
 from cnr_store.training.distributed.dtensors import held_pieces, is_dtensor
 from cnr_store.training.distributed.pieces import ColumnPart, LocalPiece, column_parts
 from cnr_store.training.distributed.sharded import ShardedModule, ShardedTable
-from cnr_store.training.model.memory import overlapping
-from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
+from cnr_store.training.model.names import class_name, clean_name, state_names, wrapper_paths
 from cnr_store.training.model.patterns import NOTHING, Exclusion
-from cnr_store.training.model.tensors import TABLE_DTYPES, dtype_name, may_overlap_itself, spread_class
-from cnr_store.training.model.wrappers import class_name
+from cnr_store.training.model.tensors import (
+    TABLE_DTYPES,
+    dtype_name,
+    may_overlap_itself,
+    overlapping,
+    spread_class,
+)
 
 Lookup = nn.Embedding | nn.EmbeddingBag
 

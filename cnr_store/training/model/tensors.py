@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,39 +128,28 @@ def rows_view(tensor: torch.Tensor) -> AnyArray | None:
     return numpy_view(tensor).reshape(len(tensor), math.prod(tensor.shape[1:]))
 
 
-def gather(tensor: torch.Tensor, ids: npt.NDArray[np.int64], out: AnyArray | None = None) -> AnyArray:
-    """Copy the rows `ids` of a tensor on any device.
+def copy_rows(tensor: torch.Tensor, ids: npt.NDArray[np.int64] | slice, out: AnyArray) -> None:
+    """Copy rows of a tensor on any device.
 
     `tensor`: ``(rows,)`` or ``(rows, k)``.
-    `ids`: ``(n,)`` int64, each in ``[0, rows)``.
-    `out`: takes them: ``(n, ...)`` of `array_dtype`, C-contiguous. New memory if None.
-
-    Returns: ``(n,)`` or ``(n, k)`` of `array_dtype`.
+    `ids`: ``(n,)``, each in ``[0, rows)``, or rows that follow one another.
+    `out`: takes them: ``(n, ...)`` of `array_dtype`.
     """
-    source = tensor.detach()
-    if out is None:
-        out = np.empty((ids.size, *source.shape[1:]), array_dtype(source.dtype))
-    target = torch.from_numpy(out)
+    source, target = tensor.detach(), torch.from_numpy(out)
+    index = None if isinstance(ids, slice) else torch.from_numpy(ids)
+    follow = source[ids] if isinstance(ids, slice) else source
 
     def taken(first: int, last: int) -> torch.Tensor:
-        return torch.index_select(source, 0, torch.from_numpy(ids[first:last]).to(source.device))
+        if index is None:
+            return follow[first:last]
+        return torch.index_select(source, 0, index[first:last].to(source.device))
 
-    if support.is_elsewhere(source.device):
+    if support.is_elsewhere(source.device) and (index is not None or target.dtype != source.dtype):
         _copy_in_pieces(taken, target)
-    elif target.dtype == source.dtype:
-        torch.index_select(source, 0, torch.from_numpy(ids), out=target)
+    elif index is not None and target.dtype == source.dtype and target.is_contiguous():
+        torch.index_select(source, 0, index, out=target)
     else:
-        target.copy_(taken(0, ids.size))
-    return out
-
-
-def copy_slice(tensor: torch.Tensor, rows: slice, out: AnyArray) -> None:
-    """Copy rows that follow one another of a tensor on any device to `out`, ``(n, ...)`` of `array_dtype`."""
-    source, target = tensor.detach()[rows], torch.from_numpy(out)
-    if support.is_elsewhere(source.device) and target.dtype != source.dtype:
-        _copy_in_pieces(lambda first, last: source[first:last], target)
-    else:
-        target.copy_(source)
+        target.copy_(taken(0, len(target)))
 
 
 def _copy_in_pieces(taken: Callable[[int, int], torch.Tensor], target: torch.Tensor) -> None:
@@ -292,3 +281,32 @@ def dense_tensor(array: AnyArray, torch_dtype: str | None) -> torch.Tensor:
     if torch_dtype is not None:
         flat = flat.view(dtype_named(torch_dtype))
     return flat.reshape(array.shape)
+
+
+_Span = tuple[str, int, int]
+
+
+def _span(tensor: torch.Tensor) -> _Span | None:
+    """The device of a tensor, and the addresses of its first byte and behind its last one; None if it has no bytes."""
+    if spread_class(tensor) is not None or is_lazy(tensor) or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_meta or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + (last + 1) * tensor.element_size()
+
+
+def overlapping(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each pair of distinct tensors that have bytes between their first and their last one in common.
+
+    Tensors of one storage and those over another's memory, as through numpy, are alike here.
+    """
+    distinct = {id(tensor): tensor for tensor in tensors}
+    spans = sorted((place, key) for key, tensor in distinct.items() if (place := _span(tensor)) is not None)
+    before: list[tuple[_Span, int]] = []
+    for (device, start, stop), key in spans:
+        before = [each for each in before if each[0][0] == device and each[0][2] > start]
+        for _, other in before:
+            yield distinct[other], distinct[key]
+        before.append(((device, start, stop), key))

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch.optim import Optimizer
 
-from cnr_store.training.model.memory import overlapping
 from cnr_store.training.model.optimizer_state import parts_of
+from cnr_store.training.model.tensors import overlapping
 from cnr_store.training.tracking.step_pass import StepPass, Stepped
 from cnr_store.training.tracking.table_tracker import TableTracker
 

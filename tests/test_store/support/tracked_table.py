@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from cnr_store.training.model.tables import find_tables
+from cnr_store.training.model.tensors import AnyArray, array_dtype, copy_rows
 from cnr_store.training.tracking.bitmap import Bitmap, rows_of
 from cnr_store.training.tracking.optimizer_rules import may_move_untouched_rows
 from cnr_store.training.tracking.tracker import Tracker
@@ -34,6 +36,13 @@ def ids(*rows: int) -> torch.Tensor:
 
 def listed(bitmap: Bitmap, rows: int = ROWS) -> list[int]:
     return [int(row) for row in rows_of(bitmap, rows)]
+
+
+def gather(tensor: torch.Tensor, rows: AnyArray) -> AnyArray:
+    """Rows of a tensor, in the array type."""
+    out = np.empty((rows.size, *tensor.shape[1:]), array_dtype(tensor.dtype))
+    copy_rows(tensor, rows, out)
+    return out
 
 
 def backward(loss: Any) -> None:

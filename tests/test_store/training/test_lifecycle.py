@@ -90,15 +90,15 @@ def test_an_interrupt_while_rows_are_read_commits_nothing_torn(
     job = Job(tmp_path, limits=cnr_store.Limits(snapshot_bytes=0))
     job.checkpointer.save(0).result()
     job.step(3, 4)
-    gather, interrupted = tensors.gather, threading.Event()
+    copy_rows, interrupted = tensors.copy_rows, threading.Event()
 
     def interrupting(*arguments: Any) -> Any:
         if not interrupted.is_set():
             interrupted.set()
             os.kill(os.getpid(), signal.SIGINT)
-        return gather(*arguments)
+        return copy_rows(*arguments)
 
-    monkeypatch.setattr(row_arrays, "gather", interrupting)
+    monkeypatch.setattr(row_arrays, "copy_rows", interrupting)
     with pytest.raises(KeyboardInterrupt):
         job.checkpointer.save(1)
         signal.raise_signal(signal.SIGINT)  # if the save was faster than the signal

@@ -210,7 +210,7 @@ def test_a_device_that_is_lost_fails_the_save_and_no_row_is_forgotten(
             if place == "copy":
                 patch.setattr(encoding, "start_copy", lambda _: lost)
             elif place == "gather":
-                patch.setattr("cnr_store.training.model.row_arrays.gather", lost)
+                patch.setattr("cnr_store.training.model.row_arrays.copy_rows", lost)
             else:
                 patch.setattr("cnr_store.training.tracking.device_bitmap._packed", lost)
             with pytest.raises(cnr_store.SaveError, match="device lost"):

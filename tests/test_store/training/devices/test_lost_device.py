@@ -19,6 +19,7 @@ import cnr_store
 from cnr_codecs import LosslessRows, RowCodec, UniformRows
 from cnr_store.training.model import tensors
 from cnr_store.training.model.trained_model import TrainedModel
+from tests.test_store.support.tracked_table import gather
 from tests.test_store.training.devices.device import DEVICE
 
 ROWS, DIM = 40, 6
@@ -147,12 +148,12 @@ def test_rows_are_gathered_in_pieces_where_memory_is_short(
     table = torch.randn(ROWS, DIM, device=DEVICE).to(dtype)
     ids = np.arange(ROWS)[::-2].copy()
     with ShortMemory(room) as device:
-        found = tensors.gather(table, ids)
+        found = gather(table, ids)
     assert bool(device.refused) == (room < 16)
     assert torch.equal(
         torch.from_numpy(found), table[torch.from_numpy(ids).to(DEVICE)].cpu().to(torch.float32)
     )
-    tensors.copy_slice(table, slice(3, 30), found := np.empty((27, DIM), np.float32))
+    tensors.copy_rows(table, slice(3, 30), found := np.empty((27, DIM), np.float32))
     assert torch.equal(torch.from_numpy(found), table[3:30].cpu().to(torch.float32))
 
 

@@ -23,11 +23,11 @@ from cnr_codecs.protocol import encode_chunks
 from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.encode import encode
 from cnr_store.training.devices.moving import start_copy
-from cnr_store.training.model.tensors import gather
 from cnr_store.training.tracking.bitmap import rows_of
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.writing.row_codes import encode_block
 from tests.test_codecs import hard_rows
+from tests.test_store.support.tracked_table import gather
 from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_encode import table_of
 

@@ -21,11 +21,11 @@ import cnr_store
 from cnr_store import Checkpointer
 from cnr_store.policies.policy import PolicyName
 from cnr_store.training.model.tables import find_tables
-from cnr_store.training.model.tensors import assign_rows, gather
+from cnr_store.training.model.tensors import assign_rows
 from cnr_store.training.tracking.bitmap import count, full_bitmap
 from cnr_store.training.tracking.tracker import Tracker
 from tests.nightly import NIGHT, TODAY
-from tests.test_store.support.tracked_table import ALL, ROWS, TRUSTED, Bench, ids, listed
+from tests.test_store.support.tracked_table import ALL, ROWS, TRUSTED, Bench, gather, ids, listed
 
 
 @pytest.mark.parametrize("policy", ["one-shot", "consecutive", "intermittent"])
