@@ -1,20 +1,17 @@
-"""Hooks on steps of optimizers, on gradients, and on TorchRec's lookups."""
+"""Hooks around the steps of all optimizers."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVarTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cnr_store.training.distributed.sharded import ShardedModule
-from cnr_store.training.distributed.torchrec_door import passes_steps_on, watch_lookups
-from cnr_store.training.tracking.table_tracker import TableTracker
+from cnr_store.training.distributed.torchrec_door import passes_steps_on
 
 Given = TypeVarTuple("Given")
 Args = tuple[Any, ...]
@@ -96,30 +93,3 @@ def _put_after_step_first(optimizer: Optimizer) -> None:
         hooks.clear()
         optimizer.register_step_post_hook(_after_step)
         hooks.update(others)
-
-
-class ShardedLookups:
-    """The hooks on TorchRec's modules. They keep no `Tracker` alive.
-
-    `modules`: TorchRec's.
-    `trackers`: of their tables, among others.
-    `hooks`: removes the hooks when it is closed.
-    """
-
-    def __init__(
-        self, modules: Sequence[ShardedModule], trackers: Sequence[TableTracker], hooks: ExitStack
-    ) -> None:
-        self._trackers = {tracker.table.key: tracker for tracker in trackers} if modules else {}
-        self._hooks = [watch_lookups(module, self._mark) for module in modules]
-        for each in self._hooks:
-            hooks.callback(each.remove)
-
-    def check(self) -> None:
-        """Make tables whole whose lookups may not have been seen. Call it before the rows flagged are taken."""
-        for hooks in self._hooks:
-            reason = hooks.check()
-            for table in hooks.sharded.tables if reason else ():
-                self._trackers[table.name].make_whole(str(reason))
-
-    def _mark(self, key: str, _first_row: int, rows: torch.Tensor) -> None:
-        self._trackers[key].mark(rows)

@@ -42,13 +42,14 @@ class StepPass:
     It takes the bitmaps and counters that the trackers have when it is made. Make a new one when they get others: what
     is acknowledged to a counter that nobody asks any more makes its table whole.
 
-    `stepped`: the tables.
+    `parameters`: the ids of all parameters, by group.
+    `stepped`: the tables among them.
 
     `others`: those of them that are not plain, and always need a closer look.
     """
 
-    def __init__(self, optimizer: Optimizer, stepped: Stepped) -> None:
-        self.stepped = stepped
+    def __init__(self, optimizer: Optimizer, parameters: list[list[int]], stepped: Stepped) -> None:
+        self.parameters, self.stepped = parameters, stepped
         self._tables: Stepped = []
         self.others: Stepped = []
         counters: list[tuple[Counters, Counters]] = []

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from cnr_store.training.model.optimizer_state import parts_of
 from cnr_store.training.model.tensors import overlapping
-from cnr_store.training.tracking.step_pass import StepPass, Stepped
+from cnr_store.training.tracking.step_pass import StepPass
 from cnr_store.training.tracking.table_tracker import TableTracker
 
 log = logging.getLogger("cnr_store")
@@ -36,31 +36,21 @@ class SteppedTables:
         self._given = given
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that stepped in this interval
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose state was looked for
-        self._found: weakref.WeakKeyDictionary[Optimizer, tuple[list[list[int]], Stepped]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._passes: weakref.WeakKeyDictionary[Optimizer, StepPass] = weakref.WeakKeyDictionary()
-
-    def by(self, optimizer: Optimizer) -> Stepped:
-        """The tables that an optimizer steps, each with the position of its parameter group."""
-        ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        found = self._found.get(optimizer)
-        if found is None or found[0] != ids:
-            stepped = [
-                (position, self._trackers[parameter])
-                for position, group in enumerate(ids)
-                for parameter in group
-                if parameter in self._trackers
-            ]
-            found = self._found[optimizer] = ids, stepped
-        return found[1]
 
     def pass_over(self, optimizer: Optimizer) -> StepPass:
         """What goes through the tables that an optimizer steps."""
-        stepped = self.by(optimizer)
+        parameters = [list(map(id, group["params"])) for group in optimizer.param_groups]
         found = self._passes.get(optimizer)
-        if found is None or found.stepped is not stepped:
-            found = self._passes[optimizer] = StepPass(optimizer, stepped)
+        if found is None or found.parameters != parameters:
+            trackers = self._trackers
+            stepped = [
+                (position, trackers[parameter])
+                for position, group in enumerate(parameters)
+                for parameter in group
+                if parameter in trackers
+            ]
+            found = self._passes[optimizer] = StepPass(optimizer, parameters, stepped)
         return found
 
     def renew_pass(self, optimizer: Optimizer) -> None:
@@ -69,7 +59,7 @@ class SteppedTables:
 
     def unchanged(self, optimizers: Sequence[Optimizer]) -> list[TableTracker]:
         """Tables of one of these optimizers, without a change that is not acknowledged, as far as a pass tells."""
-        steppers = Counter(id(tracker) for each in optimizers for _, tracker in self.by(each))
+        steppers = Counter(id(tracker) for each in optimizers for _, tracker in self.pass_over(each).stepped)
         return [
             tracker
             for each in optimizers
@@ -139,5 +129,4 @@ class SteppedTables:
         """Look for `parameter` instead of the one that the tracker's table had."""
         self._trackers.pop(id(tracker.table.parameter), None)
         self._trackers[id(parameter)] = tracker
-        self._found.clear()
         self._passes.clear()

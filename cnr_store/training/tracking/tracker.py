@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from cnr_store.errors import ModelMismatchError
 from cnr_store.policies.whole_tables import ADVICE, describe, summary
 from cnr_store.training.distributed.sharded import ShardedModule
+from cnr_store.training.distributed.torchrec_door import watch_lookups
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
-from cnr_store.training.tracking.hooks import ShardedLookups, add_step_listener, remove_step_listener
+from cnr_store.training.tracking.hooks import add_step_listener, remove_step_listener
 from cnr_store.training.tracking.optimizer_rules import (
     Classes,
     may_move_untouched_rows,
@@ -73,7 +74,14 @@ class Tracker:
         self._logged: set[tuple[str, str]] = set()
         self._hooks = ExitStack()
         self._find_owners()
-        self._sharded = ShardedLookups(sharded, list(self._trackers.values()), self._hooks)
+        by_key = {tracker.table.key: tracker for tracker in self._trackers.values()}
+
+        def mark(key: str, _first_row: int, rows: torch.Tensor) -> None:  # which keeps no `Tracker` alive
+            by_key[key].mark(rows)
+
+        self._lookups = [(module, watch_lookups(module, mark)) for module in sharded]
+        for _, lookups in self._lookups:
+            self._hooks.callback(lookups.remove)
         self._close = weakref.finalize(self, self._hooks.close)
         add_step_listener(self)
 
@@ -147,7 +155,9 @@ class Tracker:
 
     def _find_owners(self) -> None:
         """Note which tables the given optimizers own; parameter groups may be added at any time."""
-        owned = {id(tracker) for optimizer in self._optimizers for _, tracker in self._stepped.by(optimizer)}
+        owned = {
+            id(tracker) for each in self._optimizers for _, tracker in self._stepped.pass_over(each).stepped
+        }
         for tracker in self._trackers.values():
             tracker.has_optimizer = id(tracker) in owned
             if not tracker.has_optimizer and (handle := tracker.watch_gradients()):
@@ -200,7 +210,11 @@ class Tracker:
         """`whole_reasons`, and by id the trackers without a change that is not acknowledged, as far as passes tell."""
         self.adopt_replaced()
         self._find_owners()
-        self._sharded.check()
+        for module, lookups in self._lookups:
+            if reason := lookups.check():  # some may not have been seen
+                for tracker in self._trackers.values():
+                    if any(tracker.table.key == table.name for table in module.tables):
+                        tracker.make_whole(reason)
         overwritten, moved = self._stepped.overwritten(), self._moved_by_settings()
         unchanged = set(map(id, self._stepped.unchanged(self._optimizers)))
         reasons: dict[str, str] = {}
@@ -242,7 +256,7 @@ class Tracker:
         moved: dict[str, str] = {}
         for optimizer in self._optimizers:
             judged: dict[tuple[int, torch.dtype], str | None] = {}  # tables of a group share its settings
-            for position, tracker in self._stepped.by(optimizer):
+            for position, tracker in self._stepped.pass_over(optimizer).stepped:
                 parameter = tracker.table.parameter
                 key = position, parameter.dtype
                 if key not in judged:
