@@ -1,18 +1,17 @@
-"""Begins epochs of a loader, and resumes them after the batches that were taken."""
+"""Begins epochs of a loader, resumes them after the batches that were taken, and divides them among other ranks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from cnr_store.errors import OptionError
 from cnr_store.training.data.generators import is_same_state
-from cnr_store.training.data.shared_epoch import sharding_of
 
 _PREPARED = {
     "accelerate": ("prepare", "accelerate.utils.send_to_device"),
@@ -101,8 +100,23 @@ class Replay:
         return {"kind": "stream", **kind, "workers": self._loader.num_workers}
 
     def sharding(self) -> dict[str, Any] | None:
-        """How the loader deals an epoch out to ranks; None if that is not known."""
-        return sharding_of(self._sampler)
+        """How the loader deals an epoch out to ranks; None if that is not known.
+
+        `DistributedSampler` shuffles alike on all ranks, and each takes every so many-th sample. When all have taken as
+        many, these are the first ones of the shuffled epoch, whatever the number of ranks.
+        """
+        batches: Any = self._sampler
+        sampler: Any = batches.sampler if type(batches) is BatchSampler else None
+        if type(sampler) is not DistributedSampler:
+            return None
+        dataset: Any = sampler.dataset
+        return {
+            "samples": len(dataset),
+            "batch_size": batches.batch_size,
+            "ranks": sampler.num_replicas,
+            "shuffle": sampler.shuffle,
+            "seed": sampler.seed,
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers and datasets that shuffle by epoch its number, before it begins."""
@@ -209,3 +223,50 @@ class _Order(Iterator[Any]):
         skip, self.skip = self.skip, None
         if skip is not None:
             skip(self._batches)
+
+
+def divide(states: Sequence[Mapping[str, Any]], now: Mapping[str, Any], world: int) -> tuple[int, int]:
+    """The epoch, and how many batches each rank has taken of it, when `world` ranks go on from the readers' states.
+
+    `now`: the state of this rank's reader, which has taken nothing yet.
+    """
+    positions = {(state["epoch"], state["batch"]) for state in states}
+    if len(positions) != 1:
+        _refuse(
+            f"they stand at different batches: (epoch, batch) is {', '.join(map(str, sorted(positions)))}"
+        )
+    epoch, batch = positions.pop()
+    if any(type(number) is not int or number < 0 for number in (epoch, batch)):
+        _refuse(f"epoch {epoch!r}, batch {batch!r} is no position")
+    if not batch:
+        return epoch, 0
+    first, own = states[0]["sharding"], now["sharding"]
+    if own is None or not isinstance(first, Mapping) or any(state["sharding"] != first for state in states):
+        _refuse(
+            "they stand in the middle of an epoch, and only what a DataLoader with torch's own DistributedSampler has "
+            "taken is known to other ranks"
+        )
+    if first["ranks"] != len(states) or own["ranks"] != world:
+        _refuse(
+            f"the saved DistributedSampler had {first['ranks']} replicas on {len(states)} ranks, and this one has "
+            f"{own['ranks']} on {world}"
+        )
+    if differing := [name for name in ("samples", "shuffle", "seed") if first[name] != own[name]]:
+        _refuse(f"this DistributedSampler has another {' and '.join(differing)}")
+    batches = now["loader"].get("batches")
+    if batches is not None and batch == states[0]["loader"].get("batches"):
+        return epoch, batches
+    taken, together = batch * first["batch_size"] * len(states), own["batch_size"] * world
+    if type(taken) is not int or taken < 1 or taken % together:
+        _refuse(
+            f"{taken!r} samples of the epoch were trained, which are not whole batches for {world} ranks that take "
+            f"{together} at once"
+        )
+    return epoch, taken // together
+
+
+def _refuse(why: str) -> NoReturn:
+    raise OptionError(
+        f"the readers can't go on with another number of ranks: {why}. Load a version that was saved between two "
+        "epochs, or use as many ranks as saved it, or set the positions of the readers yourself"
+    )

@@ -15,8 +15,7 @@ from cnr_store.training.data.generators import (
     is_same_state,
     set_generators,
 )
-from cnr_store.training.data.loader_replay import Replay, check_loader
-from cnr_store.training.data.shared_epoch import divide
+from cnr_store.training.data.loader_replay import Replay, check_loader, divide
 from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
 log = logging.getLogger("cnr_store")
