@@ -153,11 +153,15 @@ def check_settings(optimizers: Sequence[Optimizer]) -> None:
             ) from error
 
 
+def _spread(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """The parameters that are DTensors, by name."""
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return {names[id(one)]: one for one in parameters if is_dtensor(one)}
+
+
 def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """An optimizer's tree as it is stored: state of parameters that are DTensors is as leaves."""
-    spread = {
-        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)
-    }
+    spread = _spread(optimizer, names)
 
     def leaf(name: str, key: str, value: object) -> object:
         where = f"{key!r} of {name!r} in {type(optimizer).__name__}"
@@ -177,9 +181,7 @@ def with_leaves(tree: dict[str, Any], optimizer: Optimizer, names: Mapping[int, 
 
 def spread_state(state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Stored state by parameter, with whole tensors spread where the parameter is a DTensor."""
-    spread = {
-        names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if is_dtensor(one)
-    }
+    spread = _spread(optimizer, names)
 
     def is_spread(name: str, key: str, value: object) -> bool:
         if name not in spread or not isinstance(value, torch.Tensor) or is_dtensor(value):

@@ -89,7 +89,7 @@ class Table:
 
 
 class PiecedTable(Table):
-    """A table of which this process may hold a part."""
+    """A table of which this process may hold a part: its parameter is a DTensor, as FSDP2 makes it."""
 
     @property
     def pieces(self) -> Sequence[LocalPiece]:
@@ -107,10 +107,6 @@ class PiecedTable(Table):
     @property
     def parts(self) -> tuple[ColumnPart, ...]:
         return column_parts(self.name, self.pieces)
-
-
-class DTensorTable(PiecedTable):
-    """A table whose parameter is a DTensor, as FSDP2 makes it."""
 
 
 class SpreadTable(PiecedTable):
@@ -236,7 +232,7 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
     # A parameter of the model itself, tied to it, may come first.
     key = next((key for key in keys if names[key] == own), keys[0])
     tied_names = tuple(names[other] for other in keys if other != key)
-    kind = DTensorTable if is_dtensor(weight) else Table
+    kind = PiecedTable if is_dtensor(weight) else Table
     return kind(table_name(names[key]), names[keys[0]], key, weight, tied_names)
 
 

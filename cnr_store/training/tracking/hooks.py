@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVarTuple
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -13,19 +13,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cnr_store.training.distributed.torchrec_door import passes_steps_on
 
-Given = TypeVarTuple("Given")
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
+Hook = Callable[[Optimizer, Args, Kwargs], None]
 
 
-def outside_graphs(function: Callable[[*Given], None]) -> Callable[[*Given], None]:
+def outside_graphs(function: Hook) -> Hook:
     """Have compiled code break its graph to call `function`, which the compiler can't trace through."""
-    uncompiled: Callable[[*Given], None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    uncompiled: Hook = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
-    def call(*args: *Given) -> None:
+    def call(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         # Eager code is spared torch's wrapper, which takes longer than a small table's hook.
-        (uncompiled if torch.compiler.is_compiling() else function)(*args)
+        (uncompiled if torch.compiler.is_compiling() else function)(optimizer, args, kwargs)
 
     return call
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from cnr_store.training.distributed.dtensors import local_of
 from cnr_store.training.distributed.sharded import ShardedTable
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.tables import DTensorTable, SpreadTable, Table
+from cnr_store.training.model.tables import PiecedTable, SpreadTable, Table
 from cnr_store.training.tracking.bitmap import Bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.training.tracking.version_counter import Counter, VersionCounter, counter_of
@@ -56,7 +56,6 @@ class TableTracker:
 
     def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
-        self._optimizers = list(optimizers)
         self.has_optimizer = False
         self.bits = RowBits(table.local_rows, table.parameter.device)
         self._owners: list[Owner] = [*optimizers]
@@ -135,11 +134,10 @@ class TableTracker:
     @property
     def is_in_shared_memory(self) -> bool:
         """Whether other processes may hold the memory. It can't be told for devices, where torch says so of all."""
-        parameter = self.table.parameter
-        slots = (slot for each in self._optimizers for slot in row_slots(each, parameter).values())
         return any(
             tensor.device.type == "cpu" and local_of(tensor).untyped_storage().is_shared()
-            for tensor in (parameter, *slots)
+            for owner in (None, *self._owners)
+            for tensor in self._kept(owner).values()
         )
 
     @property
@@ -147,7 +145,7 @@ class TableTracker:
         """Why it is not known what trains the table, or not the optimizer whose state is saved beside the rows."""
         if not self.has_optimizer and not self.is_fused:
             # Gradients of the parts that ranks hold come past the hook.
-            is_trained = isinstance(self.table, DTensorTable) and self.table.parameter.requires_grad
+            is_trained = type(self.table) is PiecedTable and self.table.parameter.requires_grad
             return _STEP_UNSEEN if is_trained or self._new_gradient or self._old_gradient else None
         if self._stepped_by_given or not self._stepped_by_other:
             return None
@@ -267,7 +265,8 @@ class TableTracker:
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that a step of `optimizer` updated the table."""
         self._new_gradient = self._old_gradient = False
-        if any(optimizer is each or optimizer.state is each.state for each in self._optimizers):
+        given = (each for each in self._owners if isinstance(each, Optimizer))
+        if any(optimizer is each or optimizer.state is each.state for each in given):
             self._stepped_by_given = True
         else:
             self._stepped_by_other = type(optimizer).__name__

@@ -36,7 +36,7 @@ from cnr_store.training.tracking.optimizer_rules import (
     unclear_state,
     written_slots,
 )
-from cnr_store.training.tracking.stepped_tables import SteppedTables
+from cnr_store.training.tracking.step_pass import SteppedTables
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 
 log = logging.getLogger("cnr_store")
