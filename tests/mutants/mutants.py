@@ -860,7 +860,7 @@ MUTANTS = [
     ),
     Mutant(
         "devices decode no rows on a grid that has moved",
-        "cnr_store/training/devices/decode.py",
+        "cnr_store/training/devices/staging.py",
         "not (grid.is_exact or grid.is_moved)",
         "not grid.is_exact",
         f"{STORE}/training/devices/test_decode.py",

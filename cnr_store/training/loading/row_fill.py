@@ -17,8 +17,7 @@ from cnr_store.chains.link import Strays
 from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.record import Record
-from cnr_store.training.devices.decode import DeviceRows
-from cnr_store.training.devices.staging import rows_there
+from cnr_store.training.devices.staging import DeviceRows, rows_there
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.selection import Ids
 from cnr_store.training.model.tables import Table

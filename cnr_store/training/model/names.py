@@ -98,14 +98,11 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
     Only exact wrappers count. One of another class may change rows itself.
     """
-    while _is_wrapper(type(optimizer)) and isinstance(inner := optimizer.optimizer, Optimizer):
-        optimizer = inner
-    return optimizer
-
-
-def _is_wrapper(kind: type) -> bool:
+    kind = type(optimizer)
     # Lightning makes a class for each class wrapped: its own first, and then the other.
-    return any(class_name(each) in _OPTIMIZERS for each in (kind, *kind.__bases__[:1]))
+    is_wrapper = any(class_name(each) in _OPTIMIZERS for each in (kind, *kind.__bases__[:1]))
+    inner = optimizer.optimizer if is_wrapper else None
+    return unwrap_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def wrapped_parts(module: nn.Module) -> tuple[str, ...]:

@@ -14,12 +14,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:
     """A view of a strided tensor's bits as integers of its shape."""
-    return values.detach().view(integers_of(values.dtype))
-
-
-def integers_of(dtype: torch.dtype) -> torch.dtype:
-    """Integers of the same size."""
-    return _INTEGERS[dtype.itemsize]
+    return values.detach().view(_INTEGERS[values.dtype.itemsize])
 
 
 def _host_memory(rows: int) -> tuple[Bitmap, int]:

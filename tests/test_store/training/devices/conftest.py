@@ -10,8 +10,8 @@ import pytest
 
 from cnr_codecs import Scheme, Segment
 from cnr_store.training.devices import staging, support
-from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.encode import RowsFromDevice
+from cnr_store.training.devices.staging import DeviceRows
 from tests.test_store.training.devices.device import DEVICE
 
 

@@ -27,8 +27,8 @@ from cnr_codecs.payload.payload import ParameterType
 from cnr_codecs.payload.rowset import RowSet
 from cnr_codecs.uniform.uniform import SchemeName
 from cnr_store.training.devices import arithmetic
-from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.encode import can_encode, on_host
+from cnr_store.training.devices.staging import DeviceRows
 from tests.test_codecs import hard_rows
 from tests.test_codecs.references.floating import floating_values
 from tests.test_codecs.references.lattice import values_of

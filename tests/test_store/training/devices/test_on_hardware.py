@@ -20,8 +20,8 @@ from torch import nn
 import cnr_store
 from cnr_codecs import LosslessRows, RowCodec, UniformRows, parse
 from cnr_codecs.protocol import encode_chunks
-from cnr_store.training.devices.decode import DeviceRows
 from cnr_store.training.devices.encode import encode, start_copy
+from cnr_store.training.devices.staging import DeviceRows
 from cnr_store.training.tracking.bitmap import rows_of
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.writing.row_codes import encode_block

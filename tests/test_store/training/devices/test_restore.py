@@ -30,7 +30,7 @@ from cnr_codecs import (
 from cnr_store.catalog.catalog import open_record
 from cnr_store.chains import array_reader
 from cnr_store.chains.array_reader import ArrayReader
-from cnr_store.training.devices import decode as decoding
+from cnr_store.training.devices import staging as decoding
 from cnr_store.training.distributed.pieces import ColumnPart
 from cnr_store.training.loading.row_fill import AllRows, RowsThere, Target, all_rows, fill_all
 from cnr_store.training.tracking.bitmap import Bitmap

@@ -12,7 +12,7 @@ import torch
 
 import cnr_store
 from cnr_codecs import FloatingRows, LatticeRows, LosslessRows, RowCodec, UniformRows
-from cnr_store.training.devices import arithmetic, decode, encode, staging
+from cnr_store.training.devices import arithmetic, encode, staging
 from cnr_store.training.devices.staging import encode_staged, rows_there
 from tests.test_store.training.devices.device import DEVICE
 from tests.test_store.training.devices.test_cycles import BY_8_BITS, run
@@ -62,7 +62,7 @@ def wrong_codes(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_values(patch: pytest.MonkeyPatch) -> None:
     values = arithmetic.uniform_values
-    patch.setattr(decode, "uniform_values", lambda *given: last_bit(values(*given)))
+    patch.setattr(staging, "uniform_values", lambda *given: last_bit(values(*given)))
 
 
 def no_float64(patch: pytest.MonkeyPatch) -> None:
