@@ -104,6 +104,13 @@ class RowArray:
                 copy_rows(part.tensor, ids, target)
             column += part.columns
 
+    def rows(self, ids: AnyArray | slice) -> AnyArray:
+        """What `copy_rows` copies, in memory of its own. A slice has a beginning and an end."""
+        count = ids.stop - ids.start if isinstance(ids, slice) else len(ids)
+        out = np.empty((count, self.local_columns), array_dtype(self.dtype))
+        self.copy_rows(ids, out)
+        return out
+
 
 def sampled_scale(array: RowArray, step: float) -> float:
     """The scale of a table, of which steps are shares, by some of the rows that this process holds; 0 of zeros.
@@ -111,9 +118,7 @@ def sampled_scale(array: RowArray, step: float) -> float:
     `step`: to which the values were rounded. They are spread over it: else their median would be one of few multiples.
     """
     rows = array.table.local_rows
-    ids = np.linspace(0, rows - 1, min(rows, _SAMPLED_ROWS)).astype(np.int64)
-    values = np.empty((len(ids), array.local_columns), array_dtype(array.dtype))
-    array.copy_rows(ids, values)
+    values = array.rows(np.linspace(0, rows - 1, min(rows, _SAMPLED_ROWS)).astype(np.int64))
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is not counted
         values = values[values.any(axis=1)].astype(np.float32)
         spread = np.random.default_rng(0).uniform(-step / 2, step / 2, values.shape)

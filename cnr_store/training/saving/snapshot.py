@@ -101,9 +101,7 @@ class LiveRows:
         self.pending.check_uninterrupted()
         if self.in_place and self.ids is None and self.array.memory is not None:
             return self.array.memory[begin:end]
-        taken = np.empty((end - begin, self.array.local_columns), array_dtype(self.array.dtype))
-        self.array.copy_rows(slice(begin, end) if self.ids is None else self.ids[begin:end], taken)
-        return taken
+        return self.array.rows(slice(begin, end) if self.ids is None else self.ids[begin:end])
 
 
 class Staging:

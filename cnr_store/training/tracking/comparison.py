@@ -54,9 +54,4 @@ def _blocks(array: RowArray) -> Iterator[slice]:
 
 
 def _values(array: RowArray, block: slice) -> AnyArray:
-    memory = array.memory
-    if memory is not None:
-        return memory[block]
-    taken = np.empty((block.stop - block.start, array.local_columns), array_dtype(array.dtype))
-    array.copy_rows(block, taken)
-    return taken
+    return array.rows(block) if array.memory is None else array.memory[block]
