@@ -44,9 +44,7 @@ from cnr_store.reading.blocks import ArrayInfo, Block
 from cnr_store.reading.diff import ArrayDiff, diff
 from cnr_store.reading.export import export
 from cnr_store.reading.opening import open_version as open  # noqa: A004 - `cnr_store.open` is the public name
-from cnr_store.reading.opening import state_dict, versions, view
-from cnr_store.reading.rows import rows
-from cnr_store.reading.state import state_of
+from cnr_store.reading.opening import rows, state_dict, state_of, versions, view
 
 if TYPE_CHECKING:
     from cnr_store.training.checkpointer import Checkpointer

@@ -16,7 +16,7 @@ from cnr_store.cli.options import AsJson, OfVersion, StorageOptions, Url, parse_
 from cnr_store.cli.output import print_json, print_line, size_text, table
 from cnr_store.format import layout
 from cnr_store.maintenance.verification.glance import read_records
-from cnr_store.reading.rows import find_array, read_array, rows
+from cnr_store.reading.opening import find_array, read_array, rows
 
 _SHOWN_ROWS = 10
 _MOST_ROWS = 100_000

@@ -13,7 +13,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.errors import CheckpointError, ModelMismatchError
 from cnr_store.format.record import Record
 from cnr_store.format.state_arrays import OfClass
-from cnr_store.reading.state import decode_tree as read_tree
+from cnr_store.reading.opening import decode_tree as read_tree
 from cnr_store.training.loading.validate_state import torch_value
 from cnr_store.training.model.names import class_name
 
