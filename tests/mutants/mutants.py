@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "versions go newest first, so that none is left without what it depends on",
-        "cnr_store/maintenance/collection/deletion.py",
+        "cnr_store/maintenance/collection/retention.py",
         "for version in sorted(versions, reverse=True):",
         "for version in sorted(versions):",
         f"{STORE}/maintenance/test_gc_faults.py",
