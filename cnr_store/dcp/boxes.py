@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,14 @@ from cnr_store.ranks.owners import split_by_size
 from cnr_store.ranks.placement import Piece, Placement
 from cnr_store.ranks.protocol import Team
 from cnr_store.training.model.object_state import tensor_leaf
-from cnr_store.training.model.tensors import AnyArray, dense_numpy, dtype_name, dtype_named, numpy_view
+from cnr_store.training.model.tensors import (
+    AnyArray,
+    dense_numpy,
+    dense_type,
+    dtype_name,
+    dtype_named,
+    numpy_view,
+)
 from cnr_store.writing.plan import DenseWrite, Held, RowsWrite
 
 ROWS_BYTES = 16 << 10
@@ -186,7 +193,7 @@ def place_tensors(documents: Sequence[Document], is_table: Callable[[str], bool]
         path = _rows_path(name, used) if is_rows else dense_path("model", name)
         used.add(path)
         placement = _placement(tensor) if is_rows else None
-        placed.append(PlacedTensor(name, shape, element, boxes, is_rows, path, placement))
+        placed.append(replace(tensor, is_rows=is_rows, path=path, placement=placement))
     # What is split is put together at one rank, so that each has about as much of it.
     apart = [tensor for tensor in placed if tensor.placement is None and tensor.is_split]
     owners = split_by_size([tensor.nbytes for tensor in apart], range(len(documents)))
@@ -203,9 +210,7 @@ def _owned(tensor: PlacedTensor, owner: int | None) -> PlacedTensor:
     if tensor.is_rows:
         rows, columns = tensor.rows_shape
         placement = Placement.of(tensor.name, (rows, columns), [Piece(0, rows, 0, columns, owner)])
-    return PlacedTensor(
-        tensor.name, tensor.shape, tensor.element, tensor.boxes, tensor.is_rows, tensor.path, placement, owner
-    )
+    return replace(tensor, placement=placement, owner=owner)
 
 
 def _merge(documents: Sequence[Document]) -> dict[str, tuple[tuple[int, ...], str, tuple[Box, ...]]]:
@@ -379,10 +384,8 @@ def dense_write(
     if tensor.owner == rank and 0 not in tensor.shape:
         values = whole[tensor.name] if tensor.name in whole else local.tensors[tensor.name][1][0][1]
         return DenseWrite(tensor.path, *dense_numpy(values))
-    empty, torch_dtype = dense_numpy(torch.empty(0, dtype=dtype_named(tensor.element), device="cpu"))
-    return DenseWrite(
-        tensor.path, placeholder(tensor.shape, empty.dtype), torch_dtype, is_here=tensor.owner == rank
-    )
+    kind = dense_type(torch.empty(tensor.shape, dtype=dtype_named(tensor.element), device="meta"))
+    return DenseWrite(tensor.path, *kind, is_here=tensor.owner == rank)
 
 
 def placeholder(shape: Sequence[int], dtype: np.dtype[Any]) -> AnyArray:

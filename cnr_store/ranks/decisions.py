@@ -155,7 +155,10 @@ class Decisions:
         except BaseException as error:  # an interrupt: no other rank should wait for this one
             self._refuse(phase, type(error).__name__)
             raise
-        return _accepted(verdict)
+        if "error" in verdict:
+            raise error_from(verdict)
+        found: Document = verdict["verdict"]
+        return found
 
     def refuse(self, phase: str, reason: str) -> None:
         """Fail the next decision of all ranks, which this one will not come to.
@@ -169,7 +172,7 @@ class Decisions:
     def _refuse(self, phase: str, reason: str) -> None:
         error = RanksError(f"{phase}: {named([self._rank])} does not take part: {reason}")
         with suppress(RanksError):  # the store is gone: the others find out as this rank did
-            self._conclude(f"{self._prefix}/{self.number}", _failure(error))
+            self._conclude(f"{self._prefix}/{self.number}", error_document(error))
 
     def _next(self, phase: str) -> str:
         """The prefix of the next decision, past those in which the others gave this rank up in another phase.
@@ -205,7 +208,8 @@ class Decisions:
             if time.monotonic() - looked < rest:
                 continue
             looked = time.monotonic()
-            found |= self._come(prefix, missing)
+            come = {rank: self._keys.get(f"{prefix}/{rank}") for rank in missing}
+            found |= {rank: decode(value) for rank, value in come.items() if value is not None}
             if any(document["phase"] != phase for document in found.values()):
                 break
             gone = watch.silent([rank for rank in missing if rank not in found])
@@ -219,11 +223,6 @@ class Decisions:
         self._verdicts.append(f"{prefix}/verdict")
         return current
 
-    def _come(self, prefix: str, ranks: Iterable[int]) -> dict[int, Document]:
-        """What those of some ranks say that have come."""
-        values = {rank: self._keys.get(f"{prefix}/{rank}") for rank in ranks}
-        return {rank: decode(value) for rank, value in values.items() if value is not None}
-
     def _judged(
         self, phase: str, found: dict[int, Document], gone: Collection[int], judge: Judge
     ) -> Document:
@@ -233,13 +232,15 @@ class Decisions:
                 f"{named(rank for rank in found if found[rank]['phase'] == each)} in {each}"
                 for each in sorted(phases)
             )
-            return _failure(RanksError(f"ranks are in different calls: {where}: call the same on every rank"))
+            return error_document(
+                RanksError(f"ranks are in different calls: {where}: call the same on every rank")
+            )
         if len(found) < self._world:
             return self._absent(phase, gone, found)
         try:
             return {"verdict": judge([document["said"] for document in found.values()])}
         except CheckpointError as error:
-            return _failure(error)
+            return error_document(error)
 
     def _follow(self, prefix: str, phase: str) -> Document:
         watch, has_come = self._watch_first(), False
@@ -259,23 +260,24 @@ class Decisions:
 
     def _absent(self, phase: str, absent: Collection[int], present: Iterable[int]) -> Document:
         error = RanksError(f"{phase}: {absence(absent, present, self._timeout)}")
-        return {**_failure(error), "phase": phase, "without": sorted(absent)}
+        return {**error_document(error), "phase": phase, "without": sorted(absent)}
 
     def _conclude(self, prefix: str, verdict: Document) -> Document:
         return decode(self._keys.compare_set(f"{prefix}/verdict", encode(verdict)))
 
 
-def _failure(error: CheckpointError) -> Document:
-    """An error as a verdict. Of a class that `cnr_store.errors` lacks, the nearest one it has is told."""
-    name = next(base.__name__ for base in type(error).__mro__ if hasattr(errors, base.__name__))
-    return {"error": name, "message": str(error)}
+def error_document(error: BaseException) -> Document:
+    """An error for the other ranks. Of a class that `cnr_store.errors` lacks, the nearest one it has is told."""
+    kinds = [base.__name__ for base in type(error).__mro__]
+    return {"error": next((kind for kind in kinds if hasattr(errors, kind)), kinds[0]), "text": str(error)}
 
 
-def _accepted(verdict: Document) -> Document:
-    if "error" in verdict:
-        raise getattr(errors, verdict["error"])(verdict["message"])
-    found: Document = verdict["verdict"]
-    return found
+def error_from(doc: Document, otherwise: type[CheckpointError] = RanksError) -> CheckpointError:
+    """The error that another rank met, of the same class if that is one of this package."""
+    kind = getattr(errors, str(doc.get("error")), None)
+    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)) or kind is RanksError:
+        kind = otherwise
+    return kind(str(doc.get("text")))
 
 
 def absence(absent: Iterable[int], present: Iterable[int], timeout_seconds: float) -> str:

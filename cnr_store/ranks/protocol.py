@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Self
 
-from cnr_store import errors
 from cnr_store.errors import CheckpointError, OutageError, RanksError, SaveError
-from cnr_store.ranks.decisions import FOREVER_SECONDS, Watch, decode, encode, named, pauses
+from cnr_store.ranks.decisions import FOREVER_SECONDS, Watch, decode, encode, error_from, named, pauses
 from cnr_store.ranks.group import Alone, Document, Group, LostRankError, Piece
 from cnr_store.ranks.keyvalue import KeyValue
 
@@ -266,17 +265,4 @@ class Team(SaveRound):
             return error
         kind, text = self.failure
         cause = str(error) if self.world == 1 else text or str(error)
-        return error_from({"error": kind, "text": describe(cause)})
-
-
-def error_document(error: BaseException) -> Document:
-    """An error for the other ranks."""
-    return {"error": type(error).__name__, "text": str(error)}
-
-
-def error_from(doc: Document, otherwise: type[CheckpointError] = SaveError) -> CheckpointError:
-    """The error that another rank met, of the same class if that is one of this package."""
-    kind = getattr(errors, str(doc.get("error")), None)
-    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)) or kind is RanksError:
-        kind = otherwise
-    return kind(str(doc.get("text")))
+        return error_from({"error": kind, "text": describe(cause)}, SaveError)

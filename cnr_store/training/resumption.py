@@ -34,8 +34,8 @@ from cnr_store.errors import (
 )
 from cnr_store.format.layout import VersionId
 from cnr_store.format.record import Record
+from cnr_store.ranks.decisions import error_document, error_from
 from cnr_store.ranks.group import Document, Group
-from cnr_store.ranks.protocol import error_document, error_from
 from cnr_store.training.loading.load_result import Restored, warn_salvaged
 from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
@@ -278,7 +278,7 @@ def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[
     if failure is not None:
         raise failure
     if found:
-        raise error_from({**found, "text": f"{phase}: {found['text']}"}, RanksError)
+        raise error_from({**found, "text": f"{phase}: {found['text']}"})
     return result  # type: ignore[return-value]  # there was no failure
 
 
@@ -381,7 +381,7 @@ def _follow(group: Group, attempt: JointAttempt, find: Callable[[str], Record]) 
     if failure is not None and not isinstance(failure, CheckpointError):
         raise failure  # the storage's, say, which the others only heard of
     if "error" in told or restored is None:
-        raise error_from(told, RanksError)
+        raise error_from(told)
     return restored
 
 

@@ -30,8 +30,9 @@ from cnr_store.format.record_document import decode_record, encode_record, encod
 from cnr_store.format.state import dumps
 from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.format.validate_policy import MAX_RANKS_LISTED
+from cnr_store.ranks.decisions import error_document, error_from
 from cnr_store.ranks.group import Document
-from cnr_store.ranks.protocol import Team, error_document, error_from
+from cnr_store.ranks.protocol import Team
 from cnr_store.writing.lineage import Lineage, check_parents
 from cnr_store.writing.patience import Patience, PatientBackend
 from cnr_store.writing.plan import Plan
@@ -468,7 +469,7 @@ def read_outcome(
     told = team.outcome()
     if told is not None:
         if "error" in told:
-            raise error_from(told)
+            raise error_from(told, SaveError)
         return told_record(version, nonce, plan, staged, told)
     try:
         record = _arbitrate(backend, direct, version, team)
