@@ -64,7 +64,7 @@ def rows_of(segment: Segment) -> npt.NDArray[np.intp]:
 
 def affine(segment: Segment) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Scale and offset of each row: a code q decodes to scale * q + offset."""
-    first, *others = segment.widened
+    first, *others = segment.parameters.astype(np.float32)
     if segment.scheme is Scheme.SYMMETRIC:
         return first * np.float32(2), first * np.float32(1 - (1 << segment.bits))
     return first, others[0]

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from types import TracebackType
 from typing import Self, TypeVar
 
 from cnr_backends.errors import ArgumentError, BackendError
@@ -150,9 +149,7 @@ class Transfer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -21,8 +21,10 @@ MOST = 1 << 31
 
 
 def decoded(coded: PackedLines, size: int) -> Rows:
-    found: Rows = coded.decode(MOST).reshape(-1)[:size]
-    return found
+    codes = np.empty((len(coded.order), coded.line), np.int32)
+    for number, (_, begin, end) in enumerate(coded.blocks):
+        codes[coded.order[begin:end]] = coded.decode_block(number, MOST).reshape(-1, coded.line)
+    return codes.reshape(-1)[:size]
 
 
 def parsed(data: bytes, size: int, line: int) -> PackedLines:

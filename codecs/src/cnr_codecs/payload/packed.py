@@ -128,13 +128,6 @@ class PackedLines:
         except PayloadError as error:
             raise PayloadError(f"block {number} of {len(self.blocks)}: {error}") from error
 
-    def decode(self, most: int) -> Codes:
-        """Return the integers (lines, line) of all lines, in their own order."""
-        codes = np.empty((len(self.order), self.line), np.int32)
-        for number, (_, begin, end) in enumerate(self.blocks):
-            codes[self.order[begin:end]] = self.decode_block(number, most).reshape(-1, self.line)
-        return codes
-
 
 def in_lines(codes: npt.NDArray[Any], line: int) -> npt.NDArray[Any]:
     """Return codes as (lines, line), the last one filled with zeros."""

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
 from typing import Any
 
 import google_crc32c
@@ -104,12 +103,6 @@ class Segment:
     codes: npt.NDArray[np.uint8]
     books: npt.NDArray[np.uint32] | None = None
     coded: CodedRows | None = None
-
-    @cached_property
-    def widened(self) -> npt.NDArray[np.float32]:
-        """The parameters as float32, computed once: float16 is slow to widen, and two steps need them."""
-        with np.errstate(all="ignore"):  # parameters that are not validated yet may be anything
-            return self.parameters.astype(np.float32)
 
     def coded_rows(self) -> CodedRows:
         """Return the codes of a lattice segment, coded if they are not."""

@@ -165,13 +165,15 @@ def _validate_values(segment: Segment, element: Element, where: str) -> None:
         raise PayloadError(f"{where}: a bool is stored as {int(segment.codes.max())}")
     if segment.parameter_type is ParameterType.NONE or _valid_parameters(segment):
         return
-    if not np.isfinite(segment.widened).all():
+    with np.errstate(all="ignore"):  # they may be anything
+        widened = segment.parameters.astype(np.float32)
+    if not np.isfinite(widened).all():
         raise PayloadError(f"{where}: a parameter is not finite")
     if segment.scheme not in PARAMETERS_PER_ROW:
-        if (segment.widened[:, 1:] < segment.widened[:, :-1]).any():
+        if (widened[:, 1:] < widened[:, :-1]).any():
             raise PayloadError(f"{where}: the centroids of a codebook are not ascending")
         return
-    scales = segment.widened[0]
+    scales = widened[0]
     if np.signbit(scales).any():
         raise PayloadError(f"{where}: a scale is negative")
     if (scales.view(np.uint32) & SCALE_SPARE_BITS).any():
