@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, array_dtype, round_to_bfloat16
 from cnr_codecs.errors import PayloadError
 from cnr_codecs.kernels.building.compiled import read_only
-from cnr_codecs.kernels.lattice import center_lines, find_centers, restore_lines
+from cnr_codecs.kernels.lattice import center_lines, find_centers, place_rows, restore_lines
 from cnr_codecs.payload.frames import Frame, claimed_size, compress, decompress
 from cnr_codecs.payload.packed import Integers, Lines, PackedLines, in_lines
 
@@ -103,6 +103,12 @@ class Grid(NamedTuple):
     def parameters(self) -> npt.NDArray[np.float32]:
         """The parameters of its segments: step, scale and shift, (1, 3)."""
         return np.array([[self.step, self.scale, self.shift]], np.float32)
+
+    @property
+    def terms(self) -> tuple[np.float32, int, np.float32, int, int]:
+        """What `kernels.lattice.place_rows` goes by."""
+        step, scale = np.float32(self.step), np.float32(self.scale)
+        return step, MANTISSA_BITS - self.mantissa, scale, self.raised, self.lowest
 
     def at(self, scale: float, shift: int) -> Grid:
         """The same grid, moved there if it is one that may move."""
@@ -341,23 +347,12 @@ def grid_values(codes: npt.NDArray[np.integer[Any]], grid: Grid, element: str) -
     Those on a step are exact in float32, and rounded to the element type. Those on a floating grid are exact; if it has
     moved, rounded once.
 
-    `codes`: signed integers of any shape. `PayloadError` if the type has no value of an exact code.
+    `codes`: signed integers (n, dim). `PayloadError` if the type has no value of an exact code.
     """
-    if grid.is_exact:
-        wide = exact_codes(codes.astype(np.int32, copy=False)).view(np.float32)
-    elif grid.mantissa:
-        sizes, signs = np.abs(codes.astype(np.int64)), (codes < 0).astype(np.int64) << 31
-        if grid.is_moved:
-            small, sizes = sizes - grid.raised < grid.lowest, np.maximum(sizes - grid.raised, grid.lowest)
-            scaled = (sizes << (MANTISSA_BITS - grid.mantissa)).astype(np.uint32).view(np.float32)
-            sizes = (scaled / np.float32(grid.scale)).view(np.uint32).astype(np.int64)
-            sizes[small] = _LEAST_EXPONENT << MANTISSA_BITS
-            sizes[codes == 0] = 0
-        else:
-            sizes <<= MANTISSA_BITS - grid.mantissa
-        wide = (sizes | signs).astype(np.uint32).view(np.float32)
-    else:
-        wide = np.float32(grid.step) * codes.astype(np.float32)
+    (count, dim), held = codes.shape, np.ascontiguousarray(codes, grid.dtype)
+    wide, need = np.empty((count, dim), np.float32), np.ones(count, np.uint8)
+    place = 0, need, wide.reshape(-1), dim
+    place_rows(held.reshape(-1), dim, grid.terms, np.arange(count, dtype=np.uint32), place)
     if element == "bfloat16":
         values = round_to_bfloat16(wide)
     else:

@@ -10,7 +10,6 @@ import numpy as np
 from cnr_codecs.errors import PayloadError
 from cnr_codecs.kernels.lattice import place_rows
 from cnr_codecs.payload.coded import (
-    MANTISSA_BITS,
     MAX_CODE,
     MAX_DIFFERENCE,
     CodedRows,
@@ -97,9 +96,7 @@ def _place(payload: Payload, segment: Segment, codes: Integers, rows: RowNumbers
     grid = segment.grid
     # Codes of up to 7 bits are exact in bfloat16 as well.
     if payload.element == "float32" or (payload.element == "bfloat16" and grid.is_centered):
-        step, scale = np.float32(grid.step), np.float32(grid.scale)
-        kind = step, MANTISSA_BITS - grid.mantissa, scale, grid.raised, grid.lowest
-        return int(place_rows(codes, payload.dim, kind, rows, target.place(np.float32)))
+        return int(place_rows(codes, payload.dim, grid.terms, rows, target.place(np.float32)))
     places = rows.astype(np.int64) - target.first_row
     chosen = np.flatnonzero((places >= 0) & (places < len(target.need)))
     chosen = chosen[target.need[places[chosen]] != 0]
