@@ -19,10 +19,9 @@ from rich.text import Text
 
 from cnr_backends import BackendError
 from cnr_codecs import CodecError
-from cnr_store.cli.contents import cat, du
 from cnr_store.cli.demo import demo
 from cnr_store.cli.export import export, import_, serve
-from cnr_store.cli.inspection import diff, info
+from cnr_store.cli.inspection import cat, diff, du, info
 from cnr_store.cli.listing import ls
 from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
 from cnr_store.cli.output import plain
