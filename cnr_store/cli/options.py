@@ -16,19 +16,9 @@ Url = Annotated[str, typer.Argument(metavar="URL", help="The store: a folder, s3
 
 OWN_PARAMETERS = frozenset(
     {
-        *(
-            "deep",
-            "dry_run",
-            "end_run",
-            "format",
-            "grace_seconds",
-            "ids",
-            "keep_best",
-            "keep_every",
-            "keep_last",
-        ),
-        *("name", "newer", "older", "overwrite", "progress", "reason", "tables", "target", "target_options"),
-        *("url", "version", "versions", "workers"),
+        *("deep", "dry_run", "end_run", "format", "grace_seconds", "ids", "keep_best", "keep_every"),
+        *("keep_last", "name", "newer", "older", "overwrite", "progress", "reason", "tables", "target"),
+        *("target_options", "url", "version", "versions", "workers"),
     }
 )
 """Named parameters of the library's functions, which a storage option must not be called."""

@@ -178,7 +178,9 @@ def _validate_values(segment: Segment, element: Element, where: str) -> None:
         raise PayloadError(f"{where}: a scale is negative")
     if (scales.view(np.uint32) & SCALE_SPARE_BITS).any():
         raise PayloadError(f"{where}: a scale has more than 16 significant bits")
-    if float(scales.max()) > _largest_scale(segment):
+    # The span of the codes must be a finite float32.
+    steps = ((1 << segment.bits) - 1) * (2 if segment.scheme is Scheme.SYMMETRIC else 1)
+    if float(scales.max()) > float(np.finfo(np.float32).max) / steps:
         raise PayloadError(
             f"{where}: a scale of {float(scales.max())} overflows float32 with {segment.bits} bits"
         )
@@ -191,9 +193,3 @@ def _valid_parameters(segment: Segment) -> bool:
     # As integers, negative and non-finite scales are the greatest.
     signs = _SIGNS[: len(segment.parameters)]
     return bool((segment.parameters.view(np.uint16) & signs).max(initial=0) < _INFINITE)
-
-
-def _largest_scale(segment: Segment) -> float:
-    """Return the largest scale with which the span of the codes is a finite float32."""
-    steps = ((1 << segment.bits) - 1) * (2 if segment.scheme is Scheme.SYMMETRIC else 1)
-    return float(np.finfo(np.float32).max) / steps
