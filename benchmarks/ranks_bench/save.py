@@ -21,7 +21,7 @@ from cnr_store.format.grid import Counts, block_count, count_blocks
 from cnr_store.ranks.group import Group
 from cnr_store.ranks.placement import Placement
 from cnr_store.ranks.protocol import Team
-from cnr_store.training.distributed.pieces import ColumnPart
+from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.model.row_arrays import RowArray
 from cnr_store.training.model.tables import Table
 from cnr_store.training.saving.agreement import together
@@ -132,7 +132,7 @@ def _arrays(model: Model, group: Group) -> list[RowArray]:
         first, count, *_ = table.piece(group.rank, group.world)
         for path, columns in table.paths() if count else ():
             shape = (table.rows, columns) if columns > 1 else (table.rows,)
-            part = ColumnPart(0, torch.empty(shape, device="meta"))
+            part = LocalPiece(0, 0, torch.empty(shape, device="meta"))
             box = cast(Table, _Box(first, count))
             found.append(RowArray(box, path, shape, "float32", (part,)))
     return found

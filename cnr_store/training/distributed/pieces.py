@@ -27,14 +27,6 @@ class LocalPiece:
     # The live memory, ``(rows, columns)`` or ``(rows,)``: what is written to it changes the model
     tensor: torch.Tensor
 
-
-@dataclass(frozen=True)
-class ColumnPart:
-    """The memory of some columns of an array's rows: ``(rows, columns)``, or ``(rows,)`` for one column."""
-
-    first_column: int
-    tensor: torch.Tensor
-
     @property
     def columns(self) -> int:
         return self.tensor.shape[1] if self.tensor.ndim == 2 else 1
@@ -104,12 +96,11 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return plain
 
 
-def column_parts(name: str, pieces: Sequence[LocalPiece]) -> tuple[ColumnPart, ...]:
-    """The parts that a process holds of an array, by column. `UnsupportedModelError` if they have different rows."""
+def by_column(name: str, pieces: Sequence[LocalPiece]) -> tuple[LocalPiece, ...]:
+    """The boxes that a process holds of an array, by column. `UnsupportedModelError` if they have different rows."""
     if len({(piece.first_row, len(piece.tensor)) for piece in pieces}) > 1:
         raise UnsupportedModelError(
             f"table {name!r}: this rank holds other rows of it in some columns than in others; shard all columns of a "
             "row alike"
         )
-    ordered = sorted(pieces, key=lambda piece: piece.first_column)
-    return tuple(ColumnPart(piece.first_column, piece.tensor) for piece in ordered)
+    return tuple(sorted(pieces, key=lambda piece: piece.first_column))

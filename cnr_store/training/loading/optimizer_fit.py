@@ -13,7 +13,7 @@ from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
 from cnr_store.training.distributed.dtensors import is_dtensor
-from cnr_store.training.distributed.pieces import ColumnPart
+from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.match import Match, TableFit
 from cnr_store.training.loading.state_tree import settings_of, wrapper_of
 from cnr_store.training.model.arguments import IGNORE
@@ -356,7 +356,7 @@ class FusedFit:
     """What TorchRec's optimizers are to get."""
 
     # Of what is read by rows, the path in the version, the table, and the memory to fill
-    targets: list[tuple[str, TableFit, tuple[ColumnPart, ...]]] = field(default_factory=list)
+    targets: list[tuple[str, TableFit, tuple[LocalPiece, ...]]] = field(default_factory=list)
     _settings: Settings = field(default_factory=dict)
 
     def assign_settings(self, trained: TrainedModel) -> None:

@@ -21,7 +21,7 @@ from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Alone, Group
 from cnr_store.training.distributed.dtensors import copy_whole, is_dtensor
-from cnr_store.training.distributed.pieces import ColumnPart
+from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import TableFit, match_model
 from cnr_store.training.loading.module_load import ModuleLoad
@@ -254,7 +254,7 @@ class Restore:
         self, transfer: Transfer, learn: Learn | None
     ) -> tuple[dict[str, Bitmap], dict[str, SalvagedRows]]:
         """Fill the rows; what changed since its whole version by path, what was salvaged by table and slot."""
-        targets: list[tuple[str, TableFit, tuple[ColumnPart, ...]]] = [
+        targets: list[tuple[str, TableFit, tuple[LocalPiece, ...]]] = [
             (fit.table.path, fit, fit.table.parts) for fit in self._match.tables
         ]
         targets += [

@@ -18,7 +18,7 @@ from cnr_store.chains.salvage import SalvageReader
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format.record import Record
 from cnr_store.training.devices.staging import DeviceRows, rows_there
-from cnr_store.training.distributed.pieces import ColumnPart
+from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.selection import Ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import (
@@ -42,7 +42,7 @@ class Target:
 
     first_row: int
     rows: int
-    parts: tuple[ColumnPart, ...]
+    parts: tuple[LocalPiece, ...]
 
 
 class Fill(ABC):
@@ -189,7 +189,7 @@ def _plain_memory(reader: ArrayReader, target: Target) -> AnyArray | None:
     return memory
 
 
-def _columns(part: ColumnPart, values: AnyArray) -> AnyArray:
+def _columns(part: LocalPiece, values: AnyArray) -> AnyArray:
     """What a part takes of rows of the whole array, (n, columns), in its own shape."""
     taken = values[:, part.first_column : part.first_column + part.columns]
     return taken.reshape(len(values), *part.tensor.shape[1:])

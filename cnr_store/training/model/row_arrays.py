@@ -17,7 +17,7 @@ from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import decode_name, slot_path
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor
-from cnr_store.training.distributed.pieces import ColumnPart, column_parts
+from cnr_store.training.distributed.pieces import LocalPiece, by_column
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import SpreadTable, Table
 from cnr_store.training.model.tensors import (
@@ -43,7 +43,7 @@ class RowArray:
     path: str  # the array's path in a version: ``tables/NAME/SLOT``
     shape: tuple[int, ...]  # ``(rows,)``, ``(rows, k)`` or the table's: that of the array on all ranks
     element: str  # torch's name of its element type
-    parts: tuple[ColumnPart, ...]  # the memory of the rows that this process holds; not a copy
+    parts: tuple[LocalPiece, ...]  # the memory of the rows that this process holds; not a copy
     is_weight: bool = False  # whether it is the table itself
     # Of state with a column for each column shard of the table: where in the table these begin. Else empty.
     boundaries: tuple[int, ...] = ()
@@ -90,7 +90,10 @@ class RowArray:
         """The array with some of the rows that this process holds, in place of all."""
         if rows == slice(0, self.local_rows):
             return self
-        parts = tuple(ColumnPart(part.first_column, part.tensor.detach()[rows]) for part in self.parts)
+        parts = tuple(
+            LocalPiece(part.first_row + rows.start, part.first_column, part.tensor.detach()[rows])
+            for part in self.parts
+        )
         return replace(self, parts=parts)
 
     def copy_rows(self, ids: AnyArray | slice, out: AnyArray) -> None:
@@ -211,7 +214,7 @@ def _table_arrays(table: Table, slots: Sequence[tuple[str, torch.Tensor]], fused
     if isinstance(table, SpreadTable) and fused:
         for slot, kept in table.sharded.slots.items():
             path = slot_path(table.name, slot)
-            parts = column_parts(table.name, kept.pieces)
+            parts = by_column(table.name, kept.pieces)
             # Where this process holds nothing of it, others tell the type.
             dtype = kept.pieces[0].tensor.dtype if kept.pieces else torch.float32
             arrays[path] = RowArray(table, path, kept.shape, dtype_name(dtype), parts, False, kept.boundaries)
@@ -226,13 +229,13 @@ def _table_arrays(table: Table, slots: Sequence[tuple[str, torch.Tensor]], fused
     return list(arrays.values())
 
 
-def slot_parts(table: Table, slot: str, tensor: torch.Tensor) -> tuple[ColumnPart, ...]:
+def slot_parts(table: Table, slot: str, tensor: torch.Tensor) -> tuple[LocalPiece, ...]:
     """The memory that this process holds of what an optimizer keeps for a table's rows."""
     if not (is_dtensor(table.parameter) or is_dtensor(tensor)):
-        return (ColumnPart(0, tensor),)
+        return (LocalPiece(0, 0, tensor),)
     name = f"table {table.name!r}: the optimizer's {slot!r}"
     check_follows(tensor, table.parameter, name)
-    return column_parts(table.name, held_pieces(tensor, name))
+    return by_column(table.name, held_pieces(tensor, name))
 
 
 def checked(arrays: Sequence[RowArray]) -> Sequence[RowArray]:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import table_name, weight_path
 from cnr_store.training.distributed.dtensors import held_pieces, is_dtensor
-from cnr_store.training.distributed.pieces import ColumnPart, LocalPiece, column_parts
+from cnr_store.training.distributed.pieces import LocalPiece, by_column
 from cnr_store.training.distributed.sharded import ShardedModule, ShardedTable
 from cnr_store.training.model.names import class_name, clean_name, state_names, wrapper_paths
 from cnr_store.training.model.patterns import NOTHING, Exclusion
@@ -69,9 +69,9 @@ class Table:
         return self.rows
 
     @property
-    def parts(self) -> tuple[ColumnPart, ...]:
+    def parts(self) -> tuple[LocalPiece, ...]:
         """The memory of those rows; no part where this process holds none."""
-        return (ColumnPart(0, self.parameter),)
+        return (LocalPiece(0, 0, self.parameter),)
 
     @property
     def dim(self) -> int:
@@ -105,8 +105,8 @@ class PiecedTable(Table):
         return len(self.pieces[0].tensor) if self.pieces else 0
 
     @property
-    def parts(self) -> tuple[ColumnPart, ...]:
-        return column_parts(self.name, self.pieces)
+    def parts(self) -> tuple[LocalPiece, ...]:
+        return by_column(self.name, self.pieces)
 
 
 class SpreadTable(PiecedTable):

@@ -31,7 +31,7 @@ from cnr_store.catalog.catalog import open_record
 from cnr_store.chains import array_reader
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.training.devices import staging as decoding
-from cnr_store.training.distributed.pieces import ColumnPart
+from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.row_fill import AllRows, RowsThere, Target, all_rows, fill_all
 from cnr_store.training.tracking.bitmap import Bitmap
 from tests.test_store.chains.test_folded_meanwhile import ROWS as CHAINED_ROWS
@@ -213,7 +213,7 @@ def test_a_target_that_has_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(array_reader, "region_rows", lambda *_: 64)
     reader = ArrayReader(*open_record(str(tmp_path), "latest"), "tables/items/weight")
     wide = torch.full((57, 9), 5.0, device=DEVICE)
-    fill = all_rows(reader, Target(101, 57, (ColumnPart(0, wide[:, 2:8]),)))
+    fill = all_rows(reader, Target(101, 57, (LocalPiece(101, 0, wide[:, 2:8]),)))
     assert isinstance(fill, RowsThere)
     with Transfer(2, 4) as transfer:
         fill_all([fill], transfer)
