@@ -68,7 +68,7 @@ class RowsFromDevice:
         return sum(piece.nbytes for piece in self.pieces)
 
     def block(self, begin: int, end: int) -> CodedRows:
-        """The codes of rows, once they are in host memory: see `writing.rows.Rows`."""
+        """The codes of rows, once they are in host memory: see `writing.row_codes.Rows`."""
         with failing_saves(self.device, "rows that were quantized there"):
             parts = list(self._parts(begin, end))
         marks, is_raw, raw_values, *made = (
