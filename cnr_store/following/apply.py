@@ -19,7 +19,7 @@ from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.loading.match import match_model
 from cnr_store.training.loading.module_load import ModuleLoad
 from cnr_store.training.loading.selection import Selection
-from cnr_store.training.loading.state_tree import decode_tree
+from cnr_store.training.loading.validate_state import decode_tree
 from cnr_store.training.model.dense_state import (
     Loaders,
     dense_items,

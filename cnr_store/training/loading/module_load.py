@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from cnr_store.errors import ModelMismatchError
 from cnr_store.training.distributed.dtensors import is_dtensor, local_of
 from cnr_store.training.loading.match import Match
-from cnr_store.training.loading.state_tree import PARTLY, accepted
+from cnr_store.training.loading.validate_state import PARTLY, accepted
 from cnr_store.training.model.dense_state import EXTRA_STATE, Loaders, is_overridden, state_root, users_hooks
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.tables import Table

@@ -15,7 +15,7 @@ from cnr_store.format.record import ArrayEntry
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.match import Match, TableFit
-from cnr_store.training.loading.state_tree import settings_of, wrapper_of
+from cnr_store.training.loading.validate_state import settings_of, wrapper_of
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.optimizer_state import (
     FUSED,

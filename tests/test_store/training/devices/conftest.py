@@ -63,7 +63,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Scheme]:
             schemes.extend({each.scheme for each in segments} if is_written else ())
             return is_written
 
-    monkeypatch.setattr("cnr_store.training.loading.row_fill.DeviceRows", Noted)
+    monkeypatch.setattr("cnr_store.training.loading.restore.DeviceRows", Noted)
     return schemes
 
 

@@ -32,7 +32,7 @@ from cnr_store.chains import array_reader
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.training.devices import staging as decoding
 from cnr_store.training.distributed.pieces import LocalPiece
-from cnr_store.training.loading.row_fill import AllRows, RowsThere, Target, all_rows, fill_all
+from cnr_store.training.loading.restore import AllRows, RowsThere, Target, all_rows, fill_all
 from cnr_store.training.tracking.bitmap import Bitmap
 from tests.test_store.chains.test_folded_meanwhile import ROWS as CHAINED_ROWS
 from tests.test_store.chains.test_folded_meanwhile import chained, folding_at_first_read
@@ -112,7 +112,7 @@ def load(
 @contextmanager
 def by_the_host() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cnr_store.training.loading.row_fill.rows_there", lambda *_: None)
+        patch.setattr("cnr_store.training.loading.restore.rows_there", lambda *_: None)
         yield
 
 
