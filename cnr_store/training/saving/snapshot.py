@@ -49,8 +49,7 @@ from cnr_store.writing.scales import ScaleSample
 from cnr_store.writing.steps import finds_step
 
 _SAVES_BEFORE_SHRINKING = 4
-_WORD_BYTES = 4
-_TOGETHER = ""  # under which the rows of small tables are staged
+_WORD_BYTES, _LINE_BYTES = 4, 64
 
 
 class StagedRows:
@@ -107,6 +106,9 @@ class LiveRows:
 class Staging:
     """Host memory for the rows of a snapshot. Each save uses it again: fresh memory costs several times a copy.
 
+    It lies in one piece, in which arrays follow one another: so a delta that is larger than the last one needs fresh
+    memory for the difference alone. What no save has used yet takes no room, as the system gives memory page by page.
+
     At most `limit_bytes` are held. Rows beyond them stay in the model, as `LiveRows`. Memory of which several saves in
     a row used less than half is given back. `left_bytes` are those of the rows that this snapshot left there.
     """
@@ -114,26 +116,26 @@ class Staging:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.left_bytes = 0
-        self._buffers: dict[str, AnyArray] = {}
-        self._used: deque[dict[str, int]] = deque([{}], maxlen=_SAVES_BEFORE_SHRINKING)
-        self._used_bytes = self._held_bytes = 0  # adding up thousands for each array takes long
+        self._memory: AnyArray = np.empty(0, np.uint8)
+        self._end = self._most_end = 0  # of what this snapshot uses, and of what any did
+        self._is_outgrown = False
+        self._ends = deque[int]([0], maxlen=_SAVES_BEFORE_SHRINKING)
+        self._used_bytes = 0  # with what devices encoded
 
-    def reset(self) -> None:
-        """Start a snapshot, which may overwrite the rows of the last one."""
-        if len(self._used) == self._used.maxlen:
-            for path, buffer in list(self._buffers.items()):
-                if 2 * max(used.get(path, 0) for used in self._used) < len(buffer):
-                    self._drop(path)  # the next use makes it as large as it has to be
-        self._used.append({})
-        self._used_bytes = self.left_bytes = 0
+    def reset(self, arrays: Collection[RowArray]) -> None:
+        """Start a snapshot of these arrays, which may overwrite the rows of the last one."""
+        self._ends.append(self._end)
+        is_idle = len(self._ends) == self._ends.maxlen and 2 * max(self._ends) < self._most_end
+        if is_idle or self._is_outgrown:
+            self.clear()
+        self._end = self._used_bytes = self.left_bytes = 0
+        if not self._memory.size:
+            nbytes = sum(array.local_rows * array.row_bytes for array in arrays)
+            self._memory = np.empty(min(nbytes, self.limit_bytes) + len(arrays) * _LINE_BYTES, np.uint8)
 
     def clear(self) -> None:
         """Give all memory back."""
-        self._buffers.clear()
-        self._held_bytes = 0
-
-    def _drop(self, path: str) -> None:
-        self._held_bytes -= len(self._buffers.pop(path, ()))
+        self._memory, self._most_end, self._is_outgrown = np.empty(0, np.uint8), 0, False
 
     def stage(
         self,
@@ -160,9 +162,7 @@ class Staging:
         if self._used_bytes + nbytes > self.limit_bytes:
             self.left_bytes += nbytes
             return LiveRows(array, ids, pending, in_place)
-        self._used[-1][array.path] = nbytes
-        self._used_bytes += nbytes
-        out = self._buffer(array.path, nbytes).view(dtype).reshape(rows, array.local_columns)
+        out = self._take(nbytes).view(dtype).reshape(rows, array.local_columns)
         array.copy_rows(slice(None) if ids is None else ids, out)
         return StagedRows(out)
 
@@ -177,22 +177,19 @@ class Staging:
         fits = self._used_bytes + nbytes <= self.limit_bytes
         if not (fits and tables.have_array_types and is_compiled()):
             return None
-        self._used[-1][_TOGETHER] = nbytes
-        self._used_bytes += nbytes
-        buffer = self._buffer(_TOGETHER, nbytes)
+        buffer = self._take(nbytes)
         begins = ends - counts * tables.words * _WORD_BYTES
         tables.copy(ids, edges, buffer.ctypes.data + begins)
         return StagedTogether(tables, buffer, begins.tolist(), ends.tolist())
 
-    def _buffer(self, path: str, nbytes: int) -> AnyArray:
-        buffer = self._buffers.get(path)
-        if buffer is None or len(buffer) < nbytes:
-            self._drop(path)
-            if self._held_bytes + nbytes > self.limit_bytes:
-                self.clear()  # rows staged for this snapshot keep their own buffers alive
-            buffer = self._buffers[path] = np.empty(nbytes, np.uint8)
-            self._held_bytes += nbytes
-        return buffer[:nbytes]
+    def _take(self, nbytes: int) -> AnyArray:
+        self._used_bytes += nbytes
+        if self._end + nbytes > len(self._memory):  # there are more arrays than at first, or tables grew
+            self._is_outgrown = True
+            return np.empty(nbytes, np.uint8)
+        begin, self._end = self._end, self._end + nbytes + -nbytes % _LINE_BYTES
+        self._most_end = max(self._most_end, self._end)
+        return self._memory[begin : begin + nbytes]
 
 
 @dataclass
@@ -369,7 +366,7 @@ class Copies:
         `lines`: of the version that this one continues.
         `whole`: paths of the arrays to write whole.
         """
-        self.staging.reset()
+        self.staging.reset(snapshot.arrays)
         ids, staged = self._together(decision, snapshot, whole)
         copied = {path for path in ids if path in lines} if staged is not None else set()
         listed: dict[int, RowIds] = {}  # arrays of a table share their sets
