@@ -70,9 +70,7 @@ class RowCodes:
     rows: RowIds | None = None  # (n,): where the rows lie in `parent`; None for all of them
     digests: Digests | None = None  # (n,): digests that rows without codes get; 0 of others
     noted: Mask | None = None  # (n,): whose codes are in `made`
-    # What is known of the array once the write is committed: the version whose rows stay beneath those written, the
-    # rows held, and the configuration of the codec
-    over: str | None = None
+    # What is known of the array once the write is committed: the rows held, and the configuration of the codec
     first_row: int = 0
     shape: tuple[int, int] = (0, 0)
     codec: Mapping[str, Any] = field(default_factory=dict)
@@ -321,7 +319,6 @@ class CodeCache:
         first_row: int,
         shape: tuple[int, int],
         *,
-        over: str | None,
         is_kept: bool,
         is_compared: bool = False,
     ) -> RowCodes | None:
@@ -330,7 +327,6 @@ class CodeCache:
         `path`, `codec`, `base`: of the write.
         `rows`: (n,): the rows written, of those held; None for all.
         `first_row`, `shape`: the first row held; how many rows and columns are.
-        `over`: the version whose rows stay beneath those written.
         `is_kept`: whether later deltas may depend on the version that is written.
         `is_compared`: whether later saves compare the array with it.
         """
@@ -348,12 +344,12 @@ class CodeCache:
             noted = np.zeros(count, np.bool_)
         if is_kept and is_compared:
             digests = np.zeros(count, np.uint64)
-        place = over, first_row, shape, codec.get_config(), own is not None
+        place = first_row, shape, codec.get_config(), own is not None
         codes = self._writes[path] = RowCodes(made, parent, rows, digests, noted, *place)
         return codes
 
     def commit(self, version: str, grids: Mapping[str, Grid | None]) -> None:
-        """Keep what was noted of a save that was committed. A second call may only forget some.
+        """Keep what was noted of a save that was committed. A second call changes nothing.
 
         `version`: what it was committed as.
         `grids`: by path of an array of which rows were written: their grid, None if they have none in common.
@@ -372,15 +368,18 @@ class CodeCache:
                 self._put(path, write, version, grid)
 
     def _put(self, path: str, write: RowCodes, version: str, grid: Grid | None) -> None:
-        """Put what was noted of some rows over what is known of all of them in the version before."""
+        """Put what was noted of some rows over what is known of all of them in the version before.
+
+        Every version that wrote rows of the array has noted these: one whose rows are not compared, and then are, is
+        whole.
+        """
         made, digests, known = write.made, write.known_digests, self._known.get(path)
-        place = write.over, write.first_row, write.shape
         if (
             known is None
             or not is_same_grid(known.grid, grid)
             or (known.codes is None) != (made is None)
             or known.version is None
-            or (known.version, known.first_row, known.shape) != place
+            or (known.first_row, known.shape) != (write.first_row, write.shape)
         ):
             blank = None if made is None else _unknown(write.shape, made.dtype)
             own = None, grid, write.first_row, write.shape, blank, None, write.codec

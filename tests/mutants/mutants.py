@@ -565,13 +565,6 @@ MUTANTS = [
         f"{GRIDS} {STORE}/chains/test_relative.py",
     ),
     Mutant(
-        "rows are relative to what their base has, no other version",
-        "cnr_store/writing/row_codes.py",
-        "or (known.version, known.first_row, known.shape) != place",
-        "or (known.first_row, known.shape) != place[1:]",
-        f"{STORE}/chains/test_relative.py",
-    ),
-    Mutant(
         "rows are relative to codes on their own grid",
         "cnr_store/writing/row_codes.py",
         "own is not None and is_same_grid(known.grid, grid_of(own))",

@@ -461,7 +461,6 @@ class Copies:
             codes = self._code_cache.for_write(
                 *(array.path, codec, base, written, first_row),
                 (rows, (*array.shape, 1)[1]),
-                over=line.links[0] if line else None,
                 is_kept=self._keeps == "previous" or (self._keeps == "baseline" and base is None),
                 is_compared=(self._compares_all or table.name in snapshot.unsafe)
                 and (array.row_bytes >= LEAST_DIGESTED_BYTES or gridded_codec(codec) is not None),

@@ -156,6 +156,24 @@ def test_a_rollback_and_a_fold_between_saves(tmp_path: Path) -> None:
     no_findings(tmp_path)
 
 
+def test_a_fold_of_a_version_without_rows_makes_no_later_rows_absolute(tmp_path: Path) -> None:
+    """The codes that are known before the fold are those that it has."""
+    job = Job(tmp_path, RELATIVE, policy="consecutive", retention=cnr_store.Retention(max_chain=2))
+    with job.checkpointer() as checkpointer:
+        for seed in (None, 1, None, None, 2, 1):
+            if seed is not None:
+                job.train(seed)
+            last = job.save(checkpointer)
+            checkpointer._upkeep.wait()
+    third, _, fifth = [*job.expected][2:5]
+    assert (tmp_path / "folds" / third).exists()
+    assert recorded(tmp_path, fifth)[PATH].base == third
+    assert relative_rows(tmp_path, last) == 100
+    for version, expected in job.expected.items():
+        np.testing.assert_array_equal(held(tmp_path, version), expected)
+    no_findings(tmp_path)
+
+
 def test_rows_over_an_older_version_than_the_last_are_absolute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
