@@ -12,10 +12,11 @@ MAX_NAMED = 16
 _FURTHER = "further reasons"
 PAGE = "https://github.com/cnr-store/cnr-store/blob/main/docs/how-to/compared-tables.md"
 ADVICE = (
-    "Rows are written whose stored form changed; of all rows, the table is whole. They are few on grids (a budget, as "
-    "by default, or a relative cnr_lattice and state_bits='auto'), and fewer where SparseAdam or Adagrad steps the "
-    f"tables: {PAGE}"
+    "A save writes the rows whose stored form changed: the whole table, if that is all of them. They are few on grids "
+    "(a budget, as by default, or a relative cnr_lattice and state_bits='auto'), and fewer where SparseAdam or Adagrad "
+    f"steps the tables: {PAGE}"
 )
+ASSURANCE = f"There is nothing to do: the rows are stored on grids, which keep deltas small: {PAGE}"
 
 
 def summary(

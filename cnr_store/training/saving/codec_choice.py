@@ -237,13 +237,24 @@ class CodecChoice:
         Element types that can't be quantized, such as integers, are lossless, even if a pattern names them. Floating
         grids are relative where the rows of a large table of that name are.
         """
-        is_relative = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES)) is not None
+        is_relative = self._is_relative(table)
         key = table, slot, nbytes, element, is_relative
         chosen = self._chosen.get(key)
         if chosen is None:
             width = self._state.of(table, slot, nbytes)
             chosen = self._chosen[key] = _state_codec(width, element, is_relative)
         return chosen
+
+    def keeps_deltas_small(self, table: str) -> bool:
+        """Whether rows of a large table of that name, and all of their state, are on grids: few of them change.
+
+        False where `state_bits` names slots, which may be on none.
+        """
+        state = self.state_codec_for(table, "", LOSSLESS_BELOW_BYTES, "float32")
+        return relative_codec(state) is not None and not isinstance(self._state_bits, Mapping)
+
+    def _is_relative(self, table: str) -> bool:
+        return relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES)) is not None
 
 
 def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:

@@ -11,6 +11,11 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from cnr_store.errors import OptionError
 from cnr_store.training.model.optimizer_state import row_slots
 
+TRUST_ADVICE = (
+    "; if it never moves rows without a gradient, name it in the Checkpointer's option "
+    "tracking=cnr_store.Tracking(trusted_optimizers=[...])"
+)
+"""The end of the reason where a class is not known."""
 _ROWWISE_ADAGRAD = ("torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
 """Module and qualified name of torchrec's class, which is recognized without torchrec installed."""
 
@@ -87,12 +92,7 @@ def _is_rowwise_adagrad(kind: type) -> bool:
 
 def _advice(kind: type) -> str:
     """What to do about a class that is not trusted. All of torch's own that are not known here move every row."""
-    if kind.__module__.startswith("torch.optim."):
-        return ""
-    return (
-        "; if it never moves rows without a gradient, name it in the Checkpointer's option "
-        "tracking=cnr_store.Tracking(trusted_optimizers=[...])"
-    )
+    return "" if kind.__module__.startswith("torch.optim.") else TRUST_ADVICE
 
 
 def written_slots(optimizer: Optimizer, trusted: Classes = ()) -> Collection[str] | None:
