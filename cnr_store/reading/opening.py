@@ -239,7 +239,7 @@ def find_array(record: Record, name: str) -> str:
     near = get_close_matches(name, known, n=3, cutoff=0.5) or list(known)[:3]
     raise OptionError(
         f"version {record.id} has no array {name!r}: "
-        + (f"there are {', '.join(near)}, ..." if near else "it has no arrays")
+        + (f"there are {', '.join(near)}; `cnr info` lists all" if near else "it has no arrays")
     )
 
 

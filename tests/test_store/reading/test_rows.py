@@ -93,7 +93,7 @@ def test_some_tables_of_a_state_dict(store: str) -> None:
     assert list(found) == ["users.weight"]
     np.testing.assert_array_equal(found["users.weight"], whole["users.weight"])
     assert cnr_store.state_dict(store, tables=[]) == {}
-    with pytest.raises(OptionError, match="no array 'usrs': there are users"):
+    with pytest.raises(OptionError, match=r"there are users, users\.weight; `cnr info` lists all"):
         cnr_store.state_dict(store, tables=["usrs"])
     with pytest.raises(OptionError, match="give a list of names"):
         cnr_store.state_dict(store, tables="users")
