@@ -39,8 +39,10 @@ HIDDEN = {
 NAMED = {
     "cnr_backends.testing -> cnr_backends.testing.conformance": "pytest rewrites its asserts",
     "cnr_store.training.distributed.torchrec_door -> cnr_store.training.distributed.torchrec": "TorchRec's alone",
+    "cnr_store.training.saving.codec_choice -> cnr_store.training.model.row_arrays": "files are imported without torch",
+    "cnr_store.training.saving.codec_choice -> cnr_store.training.model.tables": "likewise",
 }
-"""Modules that a string names, with the reason."""
+"""Modules that a string or a type alone names, with the reason."""
 LAZY = "cnr_store"
 """Its public names that need torch are imported when they are asked for."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cnr_codecs import (
     CodecError,
@@ -41,13 +41,15 @@ from cnr_store.policies.widths import (
     choose_bits,
     match_pattern,
 )
-from cnr_store.training.model.row_arrays import RowArray
-from cnr_store.training.model.tables import Table
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 from cnr_store.training.tracking.bitmap import compile_kernels
 from cnr_store.writing.lineage import ArrayLine
 from cnr_store.writing.row_codes import relative_codec
 from cnr_store.writing.steps import keep_grid
+
+if TYPE_CHECKING:  # imports of files go without torch
+    from cnr_store.training.model.row_arrays import RowArray
+    from cnr_store.training.model.tables import Table
 
 log = logging.getLogger("cnr_store")
 
