@@ -301,7 +301,8 @@ class LookupHooks:
     limits, and leave that place to the user.
 
     `mark`: called for every lookup with gradients, once for each shard and feature, before rows change, from the thread
-    that computes. A row that an id out of range stands for is among those that it gets.
+    that computes. It gets a table's name, the first row of the local shard, and rows of that shard, int64 in any order.
+    A row that an id out of range stands for is among them.
     """
 
     def __init__(self, sharded: ShardedModule, mark: Callable[[str, int, torch.Tensor], None]) -> None:
@@ -392,11 +393,11 @@ class LookupHooks:
                 )
 
 
-def memory_of(module: nn.Module) -> list[tuple[nn.Module, tuple[int, ...]]]:
+def memory_of(sharded: ShardedModule) -> list[tuple[nn.Module, tuple[int, ...]]]:
     """The lookups of a sharded module, each with the addresses of its shards and of what is kept for their rows."""
     return [
         (lookup, tuple(tensor.data_ptr() for kernel in lookup.modules() for tensor in _tensors_of(kernel)))
-        for lookup in lookups(module)
+        for lookup in lookups(sharded.module)
     ]
 
 

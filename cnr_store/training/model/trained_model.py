@@ -19,7 +19,7 @@ from cnr_store.format.stored_paths import place
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_no_flat_parameters, reshard
 from cnr_store.training.distributed.sharded import ShardedModule, check_dense_kernels
-from cnr_store.training.distributed.torchrec_door import check_kept, find_sharded, follow_inner, take_fused
+from cnr_store.training.distributed.torchrec_door import torchrec
 from cnr_store.training.model.dense_state import absent_parameters, named_state
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.optimizer_state import (
@@ -68,11 +68,13 @@ class TrainedModel:
                 f"the model is of type {type(model).__name__}; give a torch.nn.Module"
             )
         given = as_list(optimizer)
-        optimizers, fused_position = take_fused(given)
+        optimizers, fused_position, sharded = list(given), None, list[ShardedModule]()
         check_no_flat_parameters(model)
         reshard(model)
-        sharded = find_sharded(model)
-        check_kept(given, sharded)
+        if (door := torchrec()) is not None:
+            optimizers, fused_position = door.take_fused(given)
+            sharded = door.find_sharded(model)
+            door.check_kept(given, sharded)
         check_dense_kernels(optimizers, sharded)
         weights = [name for _, name, _, _ in table_weights(model)]
         weights += [table.name for module in sharded for table in module.tables]
@@ -148,7 +150,8 @@ class TrainedModel:
 
     def follow_loaded(self) -> None:
         """Have wrappers of optimizers follow those, and optimizers share groups as before, once these were loaded."""
-        follow_inner(self.given)
+        if (door := torchrec()) is not None:
+            door.follow_inner(self.given)
         for one, other in self.sharing:
             other.param_groups = one.param_groups
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cnr_store.training.distributed.torchrec_door import passes_steps_on
+from cnr_store.training.distributed.torchrec_door import torchrec
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -63,7 +63,8 @@ def _hook_steps() -> None:
 
 @outside_graphs
 def _before_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
-    listeners = [] if passes_steps_on(optimizer) else list(_listeners)
+    door = torchrec()
+    listeners = [] if door is not None and door.passes_steps_on(optimizer) else list(_listeners)
     if listeners:
         _put_after_step_first(optimizer)
     for listener in listeners:

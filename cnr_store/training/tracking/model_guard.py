@@ -9,7 +9,7 @@ from torch import nn
 from cnr_store.errors import ModelMismatchError, listed
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.distributed.sharded import ShardedModule
-from cnr_store.training.distributed.torchrec_door import memory_of
+from cnr_store.training.distributed.torchrec_door import torchrec
 from cnr_store.training.model.names import clean_name, wrapper_paths
 from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tables import check_weight, table_weights
@@ -34,7 +34,7 @@ class ModelStructure:
         self._model, self._excluded = model, excluded
         self._modules = list(model.modules())  # kept, or a new module might get the id of an old one
         self._layout = _layout(model, excluded)
-        self._sharded = [(each, memory_of(each)) for each in sharded]  # kept, as the modules are
+        self._sharded = [(each, torchrec().memory_of(each)) for each in sharded]  # kept, as the modules are
 
     def check(self) -> None:
         """Look through the model again."""
@@ -46,7 +46,7 @@ class ModelStructure:
                 "is a DTensor only now or only then; make a new checkpointer"
             )
         for sharded, memory in self._sharded:
-            if memory_of(sharded) != memory:
+            if torchrec().memory_of(sharded) != memory:
                 raise ModelMismatchError(
                     f"the tables of {sharded.path or 'the model'!r} lie in other memory than when this checkpointer "
                     "was made, as after DistributedModelParallel.reshard; make a new checkpointer"

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from cnr_store.errors import ModelMismatchError
 from cnr_store.policies.whole_tables import ADVICE, ASSURANCE, describe, summary
 from cnr_store.training.distributed.sharded import ShardedModule
-from cnr_store.training.distributed.torchrec_door import watch_lookups
+from cnr_store.training.distributed.torchrec_door import torchrec
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
@@ -82,7 +82,7 @@ class Tracker:
         def mark(key: str, _first_row: int, rows: torch.Tensor) -> None:  # which keeps no `Tracker` alive
             by_key[key].mark(rows)
 
-        self._lookups = [(module, watch_lookups(module, mark)) for module in sharded]
+        self._lookups = [(module, torchrec().LookupHooks(module, mark)) for module in sharded]
         for _, lookups in self._lookups:
             self._hooks.callback(lookups.remove)
         self._close = weakref.finalize(self, self._hooks.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -16,10 +17,12 @@ from cnr_backends import Backend
 from cnr_store import Checkpointer
 from cnr_store.ranks.keyvalue import MemoryKeyValue
 from cnr_store.training import checkpointer as checkpointer_module
+from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.model import trained_model
 from cnr_store.training.model.tensors import array_dtype
+from cnr_store.training.tracking import model_guard, tracker
 from tests.test_store.ranks.support.rank_threads import ThreadGroup, on_threads
 from tests.test_store.ranks.support.spread_model import Array, Cut, Random, SpreadModel, TableKind
 from tests.test_store.support.same_arrays import differing
@@ -40,8 +43,13 @@ Truth = dict[tuple[str, str], Array]
 def find_spread_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let checkpointers find the tables of a `SpreadModel`, and the ranks of a `ThreadJob`."""
     monkeypatch.setattr(checkpointer_module, "job_group", lambda *_: _here.group)
-    monkeypatch.setattr(trained_model, "find_sharded", lambda model: [model.sharded])
-    monkeypatch.setattr(trained_model, "take_fused", lambda optimizers: (list(optimizers), 0))
+    fakes = {
+        "find_sharded": lambda model: [model.sharded],
+        "take_fused": lambda optimizers: (list(optimizers), 0),
+    }
+    door = SimpleNamespace(**{**vars(torchrec), **fakes})
+    for module in (trained_model, model_guard, tracker):
+        monkeypatch.setattr(module, "torchrec", lambda: door)
 
 
 class ThreadJob:
