@@ -28,7 +28,7 @@ from cnr_store.training.model.optimizer_state import (
     row_slots,
 )
 from cnr_store.training.model.row_arrays import RowArray, key_of
-from cnr_store.training.model.tables import SpreadTable, Table
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dtype_named, may_overlap_itself
 from cnr_store.training.model.trained_model import TrainedModel
 
@@ -287,7 +287,7 @@ def move_tables(
     moved = MovedTables([*trees], fused)
     was_fused = {name for group in fused["param_groups"] for name in group["params"]} if fused else set()
     for table in (fit.table for fit in match.tables):
-        name, is_fused = table.parameter_name, isinstance(table, SpreadTable) and table.is_fused
+        name, is_fused = table.parameter_name, table.is_fused
         kept, now = list[str](), list[str]()
         if is_fused and trained.fused_position is not None and name not in was_fused:
             stepped = [tree for tree in moved.trees if name in _trained_by(tree)]
@@ -295,7 +295,7 @@ def move_tables(
             if stepped and moved.fused is None:
                 moved.fused = {"class": "", "param_groups": [], "state": {}, "slots": {}, "other": {}}
             kept = [slot for tree in stepped for slot in tree["slots"].get(table.name, ())]
-            now = [*table.sharded.slots] if stepped else []  # type: ignore[attr-defined]  # it is fused
+            now = [*table.sharded.slots] if stepped and table.sharded is not None else []
         elif not is_fused and name in was_fused and moved.fused is not None:
             for position, optimizer in enumerate(trained.optimizers[: len(moved.trees)]):
                 for group in optimizer.param_groups:
@@ -361,9 +361,9 @@ class FusedFit:
 
     def assign_settings(self, trained: TrainedModel) -> None:
         """Give the optimizers their learning rates, and what else they count."""
-        for table in trained.fused_tables:
+        for table, sharded in trained.fused_tables:
             if table.parameter_name in self._settings:
-                table.sharded.assign_settings(self._settings[table.parameter_name])
+                sharded.assign_settings(self._settings[table.parameter_name])
 
 
 def split_trees(trees: Sequence[Tree]) -> tuple[list[Tree], Tree | None]:
@@ -404,11 +404,11 @@ def fit_fused(
         fused._settings = _settings_of_kernels(settings, trained, match.where)
     fits = {fit.table.name: fit for fit in match.tables}
     by_path = {array.path: array for array in trained.row_arrays()}
-    for table in trained.fused_tables:
+    for table, sharded in trained.fused_tables:
         fit = fits.get(table.name)
         if fit is None or table.parameter_name in moved.without_state:
             continue
-        kept = {slot: by_path[slot_path(table.name, slot)] for slot in table.sharded.slots}
+        kept = {slot: by_path[slot_path(table.name, slot)] for slot in sharded.slots}
         paths = {slot: slot_path(table.name, slot) for slot in tree["slots"].get(table.name, ())}
         if _state_fits(match, table, kept, {slot: arrays[path] for slot, path in paths.items()}):
             fused.targets += [(paths[slot], fit, array.parts) for slot, array in kept.items()]
@@ -455,13 +455,13 @@ def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) ->
     What is counted takes its greatest value: a new table's kernel began to count later.
     """
     settings = {name: dict(group) for name, group in stored.items()}
-    tables = [each for each in trained.fused_tables if each.parameter_name in settings]
-    kernels = {id(kernel): kernel for each in tables for kernel in each.sharded.kernels}
+    tables = [each for each in trained.fused_tables if each[0].parameter_name in settings]
+    kernels = {id(kernel): kernel for _, sharded in tables for kernel in sharded.kernels}
     for kernel in kernels.values():
         joined = {
             each.name: settings[each.parameter_name]
-            for each in tables
-            if any(kernel is own for own in each.sharded.kernels)
+            for each, sharded in tables
+            if any(kernel is own for own in sharded.kernels)
         }
         rates = {name: group["lr"] for name, group in joined.items() if "lr" in group}
         if len({*rates.values()}) > 1:

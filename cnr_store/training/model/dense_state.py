@@ -22,7 +22,7 @@ from cnr_store.training.model.names import (
 )
 from cnr_store.training.model.object_state import is_wrapper, taken_apart
 from cnr_store.training.model.patterns import NOTHING, Exclusion
-from cnr_store.training.model.tables import SpreadTable, Table
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import may_overlap_itself, overwriting
 
 EXTRA_STATE = "_extra_state"
@@ -57,7 +57,7 @@ def dense_items(
     Returns: Its name, the first name of the same tensor, and the tensor.
     """
     of_tables = {id(table.parameter) for table in tables}
-    spread = {table.key for table in tables if isinstance(table, SpreadTable)}
+    spread = {table.key for table in tables if table.sharded is not None}
     first_names: dict[int, str] = {}
     for name, (key, value) in (named_state(model) if state is None else state).items():
         if id(value) in of_tables or name in spread or key.rpartition(".")[2] == EXTRA_STATE:

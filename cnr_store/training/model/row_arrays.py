@@ -19,7 +19,7 @@ from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor
 from cnr_store.training.distributed.pieces import LocalPiece, by_column
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.tables import SpreadTable, Table
+from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import (
     AnyArray,
     array_dtype,
@@ -191,7 +191,7 @@ class RowArrays:
 
     def _of_table(self, table: Table, fused: bool) -> list[RowArray]:
         slots = list(self._names.slots(table))
-        if type(table) is not Table or table.rows > MOST_ROWS_KEPT:
+        if not table.is_plain or table.rows > MOST_ROWS_KEPT:
             return _table_arrays(table, slots, fused)
         places = [_place("", table.parameter), *(_place(name, slot) for name, slot in slots)]
         known = self._known.get(table.name)
@@ -211,7 +211,7 @@ def _table_arrays(table: Table, slots: Sequence[tuple[str, torch.Tensor]], fused
     shape, path = (table.rows, table.dim), table.path
     weight = RowArray(table, path, shape, table.element, table.parts, is_weight=True)
     arrays = {weight.path: weight}
-    if isinstance(table, SpreadTable) and fused:
+    if table.sharded is not None and fused:
         for slot, kept in table.sharded.slots.items():
             path = slot_path(table.name, slot)
             parts = by_column(table.name, kept.pieces)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,17 +32,20 @@ Lookup = nn.Embedding | nn.EmbeddingBag
 
 @dataclass(eq=False)
 class Table:
-    """One embedding parameter of a model, of which this process holds all rows and columns."""
+    """One embedding parameter of a model, and what this process holds of it."""
 
     name: str  # the name in the store: its module's path without wrapper prefixes
     parameter_name: str  # the name in optimizers' state: see `parameter_names`
     key: str  # its key in ``model.state_dict()``, by its module
-    parameter: nn.Parameter  # ``(rows, dim)``
+    # ``(rows, dim)``; of fused tables some memory of the rows held, whose changes are counted for all of them
+    parameter: nn.Parameter
     # Stored names of the other state dict entries that are this same parameter
     tied_names: tuple[str, ...] = ()
     modules: list[Lookup] = field(default_factory=list)  # the modules that look up rows in it
     # Names of what else uses its memory: modules that look up no rows (a tied output layer), other tensors
     shared_with: list[str] = field(default_factory=list)
+    sharded: ShardedTable | None = None  # what TorchRec says of it, if that shards it over ranks
+    is_fused: bool = False  # whether rows change in the backward pass, and not by an optimizer's step
 
     def share_with(self, name: str) -> None:
         """Note that what is called `name` uses the same memory."""
@@ -54,102 +58,68 @@ class Table:
         return weight_path(self.name)
 
     @property
-    def rows(self) -> int:
-        """Rows of the table, on whatever rank."""
-        return self.parameter.shape[0]
+    def is_plain(self) -> bool:
+        """Whether this process holds all of it, as one tensor that modules have as their weight."""
+        return self.sharded is None and not is_dtensor(self.parameter)
+
+    @property
+    def pieces(self) -> Sequence[LocalPiece]:
+        """The boxes of it that this process holds."""
+        if self.sharded is not None:
+            return self.sharded.pieces
+        if is_dtensor(self.parameter):
+            return held_pieces(self.parameter, f"table {self.name!r}")
+        return (LocalPiece(0, 0, self.parameter),)
+
+    @property
+    def parts(self) -> tuple[LocalPiece, ...]:
+        """The memory of the rows that this process holds; no part where it holds none."""
+        return by_column(self.name, self.pieces)
 
     @property
     def first_row(self) -> int:
         """The first of the rows that this process holds."""
-        return 0
-
-    @property
-    def local_rows(self) -> int:
-        """How many rows this process holds, from `first_row` on."""
-        return self.rows
-
-    @property
-    def parts(self) -> tuple[LocalPiece, ...]:
-        """The memory of those rows; no part where this process holds none."""
-        return (LocalPiece(0, 0, self.parameter),)
-
-    @property
-    def dim(self) -> int:
-        return self.parameter.shape[1]
-
-    @property
-    def element(self) -> str:
-        """Element type: ``"float32"``, ``"bfloat16"`` or ``"float16"``."""
-        return dtype_name(self.parameter.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the table in memory, on all ranks."""
-        return self.rows * self.dim * self.parameter.element_size()
-
-
-class PiecedTable(Table):
-    """A table of which this process may hold a part: its parameter is a DTensor, as FSDP2 makes it."""
-
-    @property
-    def pieces(self) -> Sequence[LocalPiece]:
-        """What it holds."""
-        return held_pieces(self.parameter, f"table {self.name!r}")
-
-    @property
-    def first_row(self) -> int:
         return self.pieces[0].first_row if self.pieces else 0
 
     @property
     def local_rows(self) -> int:
+        """How many rows this process holds, from `first_row` on."""
+        if self.is_plain:  # as most are, and each save asks thousands
+            return self.rows
         return len(self.pieces[0].tensor) if self.pieces else 0
 
     @property
-    def parts(self) -> tuple[LocalPiece, ...]:
-        return by_column(self.name, self.pieces)
-
-
-class SpreadTable(PiecedTable):
-    """A table that TorchRec shards over ranks, and what this process holds of it.
-
-    `name`: the name in the store.
-    `sharded`: what TorchRec says of it.
-    `parameter`: what an optimizer steps, of a table that each rank has whole; else None: the rows change in the
-    backward pass.
-    """
-
-    def __init__(self, name: str, sharded: ShardedTable, parameter: nn.Parameter | None) -> None:
-        memory = parameter if parameter is not None else _memory(sharded)
-        super().__init__(name, sharded.name, sharded.name, memory)  # type: ignore[arg-type]
-        self.sharded = sharded
-        self.is_fused = parameter is None
-
-    @property
     def rows(self) -> int:
-        return self.sharded.shape[0]
+        """Rows of the table, on whatever rank."""
+        return (self.parameter if self.sharded is None else self.sharded).shape[0]
 
     @property
     def dim(self) -> int:
-        return self.sharded.shape[1]
+        return (self.parameter if self.sharded is None else self.sharded).shape[1]
 
     @property
-    def pieces(self) -> Sequence[LocalPiece]:
-        return self.sharded.pieces
+    def dtype(self) -> torch.dtype:
+        return (self.parameter if self.sharded is None else self.sharded).dtype
 
     @property
     def element(self) -> str:
-        return dtype_name(self.sharded.dtype)
+        """Element type: ``"float32"``, ``"bfloat16"`` or ``"float16"``."""
+        return dtype_name(self.dtype)
 
     @property
     def nbytes(self) -> int:
-        return self.rows * self.dim * self.sharded.dtype.itemsize
+        """The size of the table in memory, on all ranks."""
+        return self.rows * self.dim * self.dtype.itemsize
 
 
-def _memory(sharded: ShardedTable) -> torch.Tensor:
-    """Some memory of the rows that this process holds: its changes are counted for all of them."""
-    return (
-        sharded.pieces[0].tensor if sharded.pieces else torch.empty(0, sharded.shape[1], dtype=sharded.dtype)
-    )
+def spread_table(sharded: ShardedTable, parameter: nn.Parameter | None) -> Table:
+    """A table that TorchRec shards over ranks. Each rank has one whole that an optimizer steps: its `parameter`."""
+    memory: Any = parameter
+    if parameter is None:
+        own = [piece.tensor for piece in sharded.pieces]
+        memory = own[0] if own else torch.empty(0, sharded.shape[1], dtype=sharded.dtype)
+    names = table_name(sharded.name), sharded.name, sharded.name
+    return Table(*names, memory, sharded=sharded, is_fused=parameter is None)
 
 
 def table_weights(
@@ -210,14 +180,12 @@ def find_tables(
     return sorted(found, key=lambda table: order[names.get(table.key, table.key)])
 
 
-def _spread_tables(model: nn.Module, modules: Sequence[ShardedModule]) -> dict[str, SpreadTable]:
+def _spread_tables(model: nn.Module, modules: Sequence[ShardedModule]) -> dict[str, Table]:
     """The tables that TorchRec shards, by the key of their rows in the state dict."""
     sharded = [table for module in modules for table in module.tables]
     parameters = dict(model.named_parameters()) if any(table.replicated for table in sharded) else {}
     return {
-        table.name: SpreadTable(
-            table_name(table.name), table, parameters.get(table.name) if table.replicated else None
-        )
+        table.name: spread_table(table, parameters.get(table.name) if table.replicated else None)
         for table in sharded
     }
 
@@ -232,8 +200,7 @@ def _table(path: str, weight: nn.Parameter, own: str, keys: Sequence[str], names
     # A parameter of the model itself, tied to it, may come first.
     key = next((key for key in keys if names[key] == own), keys[0])
     tied_names = tuple(names[other] for other in keys if other != key)
-    kind = PiecedTable if is_dtensor(weight) else Table
-    return kind(table_name(names[key]), names[keys[0]], key, weight, tied_names)
+    return Table(table_name(names[key]), names[keys[0]], key, weight, tied_names)
 
 
 def check_weight(path: str, weight: nn.Parameter) -> None:
@@ -287,7 +254,7 @@ def note_sharing(
             if table is None or (module in table.modules and attribute == "weight"):
                 continue
             name = clean_name(f"{path}.{attribute}" if path else attribute, wrappers)
-            if not (isinstance(table, SpreadTable) and name == table.key):
+            if table.sharded is None or name != table.key:
                 table.share_with(clean_name(path, wrappers) if path else attribute)
     own = {clean_name(key, wrappers): tensor for key, tensor in _own_tensors(model)}
     named = {**own, **(entries or {})}

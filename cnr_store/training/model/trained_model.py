@@ -18,7 +18,7 @@ from cnr_store.format.layout import dense_path, table_name
 from cnr_store.format.stored_paths import place
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_no_flat_parameters, reshard
-from cnr_store.training.distributed.sharded import ShardedModule, check_dense_kernels
+from cnr_store.training.distributed.sharded import ShardedModule, ShardedTable, check_dense_kernels
 from cnr_store.training.distributed.torchrec_door import torchrec
 from cnr_store.training.model.dense_state import absent_parameters, named_state
 from cnr_store.training.model.names import parameter_names
@@ -32,7 +32,7 @@ from cnr_store.training.model.optimizer_state import (
 )
 from cnr_store.training.model.patterns import NOTHING, Exclusion, check_patterns
 from cnr_store.training.model.row_arrays import RowArray, RowArrays, SlotNames
-from cnr_store.training.model.tables import SpreadTable, Table, find_tables, note_sharing, table_weights
+from cnr_store.training.model.tables import Table, find_tables, note_sharing, table_weights
 
 log = logging.getLogger("cnr_store")
 
@@ -105,11 +105,12 @@ class TrainedModel:
         return made
 
     @property
-    def fused_tables(self) -> list[SpreadTable]:
-        """The tables whose optimizer state TorchRec keeps, if that is to be saved."""
-        if self.fused_position is None:
-            return []
-        return [table for table in self.tables if isinstance(table, SpreadTable) and table.is_fused]
+    def fused_tables(self) -> list[tuple[Table, ShardedTable]]:
+        """The tables whose optimizer state TorchRec keeps, if that is to be saved, with what it says of them."""
+        return [] if self.fused_position is None else self._fused()
+
+    def _fused(self) -> list[tuple[Table, ShardedTable]]:
+        return [(each, each.sharded) for each in self.tables if each.sharded is not None and each.is_fused]
 
     def warn_left_out(self) -> None:
         """Log what is not saved: tables that the model leaves out, or state of fused optimizers that were not given."""
@@ -128,11 +129,7 @@ class TrainedModel:
                 if kept
                 else "",
             )
-        names = [
-            table.name
-            for table in self.tables
-            if isinstance(table, SpreadTable) and table.is_fused and table.sharded.slots
-        ]
+        names = [table.name for table, sharded in self._fused() if sharded.slots]
         if names and self.optimizers and self.fused_position is None:
             log.warning(
                 "the fused optimizer of table %s was not given, so its state is not saved; give "
@@ -204,6 +201,6 @@ class TrainedModel:
     def table_slots(self) -> dict[str, set[str]]:
         """By table, the names of the state that optimizers have made for its rows so far."""
         slots = {table.name: {slot for slot, _ in self.slot_names.slots(table)} for table in self.tables}
-        for table in self.fused_tables:
-            slots[table.name] |= table.sharded.slots.keys()
+        for table, sharded in self.fused_tables:
+            slots[table.name] |= sharded.slots.keys()
         return slots

@@ -24,7 +24,6 @@ from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import is_dtensor
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import state_of
-from cnr_store.training.model.tables import SpreadTable
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import (
     check_alike,
@@ -201,8 +200,8 @@ class Coordinator:
             "folded": None if folded is None else [folded.version, folded.bytes],
             "settings": {
                 table.name: settings
-                for table in self._trained.fused_tables
-                if (settings := table.sharded.settings())
+                for table, sharded in self._trained.fused_tables
+                if (settings := sharded.settings())
             },
             "number": number,
             "previous": lineage.version,
@@ -304,9 +303,7 @@ def sample_replicas(trained: TrainedModel) -> dict[str, dict[str, list[float]]]:
     Those of a parameter stand under "", and those of its optimizer state by their keys: none of what has another shape.
     """
     spread = {
-        table.key
-        for table in trained.tables
-        if isinstance(table, SpreadTable) and not table.sharded.replicated
+        table.key for table in trained.tables if table.sharded is not None and not table.sharded.replicated
     }
     names = parameter_names(trained.model)
     found: dict[str, dict[str, list[float]]] = {}

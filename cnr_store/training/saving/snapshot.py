@@ -287,10 +287,10 @@ def add_fused(snapshot: Snapshot, trained: TrainedModel, settings: Mapping[str, 
     tree = {
         "class": FUSED,
         "param_groups": [
-            {**settings.get(table.name, {}), "params": [table.parameter_name]} for table in tables
+            {**settings.get(table.name, {}), "params": [table.parameter_name]} for table, _ in tables
         ],
         "state": {},
-        "slots": {table.name: sorted(table.sharded.slots) for table in tables if table.sharded.slots},
+        "slots": {table.name: sorted(sharded.slots) for table, sharded in tables if sharded.slots},
         "other": {},
     }
     snapshot.state["optimizers"].insert(trained.fused_position, _encode(tree, snapshot.dense))

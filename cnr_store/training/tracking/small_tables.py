@@ -16,7 +16,6 @@ import numpy as np
 
 from cnr_store.training.devices import support
 from cnr_store.training.model.row_arrays import MOST_ROWS_KEPT, RowArray
-from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import array_dtype
 from cnr_store.training.tracking.bitmap import Bitmap, RowIds, copy_rows_of_tables, rows_of
 
@@ -114,7 +113,7 @@ class SmallTables:
 
 
 def _is_plain(array: RowArray) -> bool:
-    if type(array.table) is not Table or len(array.parts) != 1:
+    if not array.table.is_plain or len(array.parts) != 1:
         return False
     tensor = array.parts[0].tensor
     return (

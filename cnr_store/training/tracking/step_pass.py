@@ -21,7 +21,6 @@ import torch
 from torch.optim import Optimizer
 
 from cnr_store.training.model.optimizer_state import parts_of
-from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import overlapping
 from cnr_store.training.tracking import bitmap
 from cnr_store.training.tracking.optimizer_rules import Classes, may_move_untouched_rows, written_slots
@@ -262,7 +261,7 @@ def _is_plain(tracker: TableTracker) -> bool:
     """Whether a table is one whose gradients the kernels can take, and whose changes torch counts."""
     parameter = tracker.table.parameter
     return (
-        type(tracker.table) is Table
+        tracker.table.is_plain
         and tracker.bits.host is not None
         and parameter.layout is torch.strided
         and parameter.is_contiguous()

@@ -10,10 +10,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from cnr_store.training.distributed.dtensors import local_of
+from cnr_store.training.distributed.dtensors import is_dtensor, local_of
 from cnr_store.training.distributed.sharded import ShardedTable
 from cnr_store.training.model.optimizer_state import row_slots
-from cnr_store.training.model.tables import PiecedTable, SpreadTable, Table
+from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
 from cnr_store.training.tracking.version_counter import Counter, VersionCounter, counter_of
@@ -59,7 +59,7 @@ class TableTracker:
         self.has_optimizer = False
         self.bits = RowBits(table.local_rows, table.parameter.device)
         self._owners: list[Owner] = [*optimizers]
-        if isinstance(table, SpreadTable):
+        if table.sharded is not None:
             self._owners.append(table.sharded)
         self.counters: dict[int, Mapping[str, Counter]] = {}
         self._new_gradient = self.had_gradient = False
@@ -104,7 +104,7 @@ class TableTracker:
             )
             or (self.is_in_shared_memory and _OTHER_PROCESSES)
             or self._unknown_steps
-            or (self.is_fused and self.table.sharded.moves_untouched_rows())  # type: ignore[attr-defined]
+            or (table.is_fused and table.sharded is not None and table.sharded.moves_untouched_rows())
             or (self.resized and _RESIZED)
             or (self.bits.saw_outside and _OUT_OF_RANGE)
             or (self.changes() > 0 and OUTSIDE)
@@ -127,11 +127,6 @@ class TableTracker:
         return None
 
     @property
-    def is_fused(self) -> bool:
-        """Whether the rows change in the backward pass, and lookups flag them."""
-        return isinstance(self.table, SpreadTable) and self.table.is_fused
-
-    @property
     def is_in_shared_memory(self) -> bool:
         """Whether other processes may hold the memory. It can't be told for devices, where torch says so of all."""
         return any(
@@ -143,9 +138,10 @@ class TableTracker:
     @property
     def _unknown_steps(self) -> str | None:
         """Why it is not known what trains the table, or not the optimizer whose state is saved beside the rows."""
-        if not self.has_optimizer and not self.is_fused:
+        if not self.has_optimizer and not self.table.is_fused:
             # Gradients of the parts that ranks hold come past the hook.
-            is_trained = type(self.table) is PiecedTable and self.table.parameter.requires_grad
+            parameter = self.table.parameter
+            is_trained = is_dtensor(parameter) and self.table.sharded is None and parameter.requires_grad
             return _STEP_UNSEEN if is_trained or self._new_gradient or self._old_gradient else None
         if self._stepped_by_given or not self._stepped_by_other:
             return None

@@ -257,7 +257,7 @@ class Tracker:
     def ways(self) -> dict[str, str]:
         """Which rows of each table are flagged, for people."""
         return {
-            name: "rows looked up" if tracker.is_fused else "rows with a gradient"
+            name: "rows looked up" if tracker.table.is_fused else "rows with a gradient"
             for name, tracker in self._trackers.items()
         }
 

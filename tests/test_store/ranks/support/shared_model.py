@@ -23,7 +23,7 @@ from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.distributed.sharded import ShardedTable
 from cnr_store.training.distributed.torchrec import FusedOptimizer
 from cnr_store.training.model import trained_model
-from cnr_store.training.model.tables import SpreadTable, Table, find_tables
+from cnr_store.training.model.tables import Table, find_tables, spread_table
 
 Values = Mapping[str, np.ndarray[Any, Any]]
 USERS, ITEMS, DIM = 200, 400, 8
@@ -64,7 +64,7 @@ class SharedModel(nn.Module):
         pieces = [LocalPiece(self.first, 0, self.items)]
         sgd = FusedOptimizer("exact_sgd", {})
         place = ShardedTable("items.weight", (ITEMS, DIM), torch.float32, False, False, sgd, {}, pieces)
-        return SpreadTable("items", place, None)
+        return spread_table(place, None)
 
     def train(self, step: int, checkpointer: Checkpointer) -> None:  # type: ignore[override]
         """One step, alike on every number of ranks."""
