@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,9 +67,9 @@ from cnr_store.training.model.tensors import (
     AnyArray,
     assign_dense,
     assign_ids,
-    assign_rows,
     copy_rows,
     dense_tensor,
+    dtype_name,
     note_change,
     overwriting,
     rows_view,
@@ -269,23 +268,19 @@ class Restore:
             for each in self._fits
             for path, fit, tensor in each.targets()
         ]
-        exact: dict[str, AllRows] = {}
-        salvagers: list[SalvageReader] = []
         targets += self._fused.targets
-        others: list[Fill] = []
+        fills: list[Fill] = []
+        exact: dict[str, Fill] = {}
         for path, fit, parts in targets:
             reader = (SalvageReader if self._salvage else ArrayReader)(self._catalog, self._record, path)
-            if isinstance(reader, SalvageReader):
-                salvagers.append(reader)
-            target = Target(fit.table.first_row, fit.table.local_rows, parts)
+            fills.append(fill := Fill(reader, parts, fit.ids))
             if fit.exact:
-                exact[path] = all_rows(reader, target)
+                exact[path] = fill
                 if learn is not None and not self._salvage:
                     configs = [link.entry.codec for link in reader.links]
-                    exact[path].learned = learn(path, fit.table, reader.columns, configs)
-            else:
-                others.append(ChosenRows(reader, target, fit.ids))
-        fill_all([*exact.values(), *others], transfer)
+                    fill.learned = learn(path, fit.table, reader.columns, configs)
+        fill_all(fills, transfer)
+        salvagers = [each.reader for each in fills if isinstance(each.reader, SalvageReader)]
         self._exact = exact.keys()
         self.learned = {path: each.learned for path, each in exact.items() if each.learned is not None}
         self.is_damaged = any(reader.damage is not None for reader in salvagers)
@@ -364,97 +359,78 @@ class Restore:
         )
 
 
-@dataclass(frozen=True)
-class Target:
-    """The memory to fill: `rows` rows of an array from `first_row` on, in one or several parts of its columns."""
+class Fill:
+    """Memory to fill with rows that `reader` reads in pieces: all that both have, or some of them; other rows stay.
 
-    first_row: int
-    rows: int
-    parts: tuple[LocalPiece, ...]
+    The memory may have other rows than the array, and another element type.
 
+    `parts`: the memory: some columns each, of the same rows.
+    `ids`: the rows to take; None for all.
 
-class Fill(ABC):
-    """Memory to fill with rows that `reader` reads in pieces."""
-
-    def __init__(self, reader: ArrayReader, target: Target) -> None:
-        self.reader = reader
-        self.target = target
-
-    def regions(self) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of the pieces to read: those of the array, as far as the target has their rows."""
-        end = self.target.first_row + self.target.rows
-        if not self.target.parts:
-            return
-        for first, rows in self.reader.regions():
-            begin, stop = max(first, self.target.first_row), min(first + rows, end)
-            if begin < stop:
-                yield begin, stop - begin
-
-    @abstractmethod
-    def fill(self, first: int, rows: int) -> None:
-        """Fill `rows` rows from row `first` of the array on; the target has them."""
-
-
-class AllRows(Fill):
-    """Takes every row that the target has; array and target have the same rows and element type."""
-
-    def __init__(self, reader: ArrayReader, target: Target) -> None:
-        super().__init__(reader, target)
-        self._changed = np.zeros(target.rows, bool)
-        self._memory = _plain_memory(reader, target)
-        self.learned: Known | None = None  # what is noted of the rows as they are read
-
-    def fill(self, first: int, rows: int) -> None:
-        start = first - self.target.first_row
-        out = (
-            np.empty((rows, self.reader.columns), self.reader.dtype)
-            if self._memory is None
-            else self._memory[start : start + rows]
-        )
-        learned = self.learned
-        strays = None
-        if learned is not None and learned.grid is not None:
-            strays = Strays(learned.grid, np.zeros(rows, np.uint8))
-        changed = self._changed[start : start + rows] = self.reader.read(first, out, strays=strays)
-        if learned is not None:
-            learned.read(out, start, self.reader.element, changed, None if strays is None else strays.rows)
-        if self._memory is None:
-            for part in self.target.parts:
-                assign_rows(part.tensor, start, _columns(part, out))
-
-    def changed(self) -> Bitmap:
-        """Packed: the rows, of those read, that some delta holds."""
-        return np.packbits(self._changed, bitorder="little")
-
-
-class RowsThere(AllRows):
-    """The same, decoded on the target's device.
-
-    `there`: the target's rows, which are in one part. Where the device can't decode them, the host does.
+    `learned`: what is noted of the rows as they are read.
     """
 
-    def __init__(self, reader: ArrayReader, target: Target, there: DeviceRows) -> None:
-        super().__init__(reader, target)
-        self._there: DeviceRows | None = there
+    def __init__(self, reader: ArrayReader, parts: Sequence[LocalPiece], ids: Ids | None = None) -> None:
+        self.reader, self.parts = reader, parts
+        self.first_row, rows = (parts[0].first_row, len(parts[0].tensor)) if parts else (0, 0)
+        self._wanted = None if ids is None else np.zeros(rows, np.uint8)
+        if self._wanted is not None and ids is not None:
+            held = ids - self.first_row
+            self._wanted[held[(held >= 0) & (held < rows)]] = 1
+        self._changed = np.zeros(rows, bool)
+        self._memory: AnyArray | None = None  # that of the one part, if it can be read into as it is
+        self._there: DeviceRows | None = None  # the one part, if its device decodes the rows
+        self.learned: Known | None = None
+        if ids is None and len(parts) == 1 and parts[0].columns == reader.columns:
+            tensor = parts[0].tensor
+            memory = rows_view(tensor)
+            self._memory = memory if memory is not None and memory.dtype == reader.dtype else None
+            if not isinstance(reader, SalvageReader) and dtype_name(tensor.dtype) == reader.element:
+                there = rows_there(tensor, [link.entry.codec for link in reader.links])
+                self._there = None if there is None else DeviceRows(there)
 
     def fill(self, first: int, rows: int) -> None:
-        if not self._fill_there(first, rows):
-            self._there = None
-            super().fill(first, rows)
+        """Fill `rows` rows from row `first` of the array on; the memory has them."""
+        place = slice(first - self.first_row, first - self.first_row + rows)
+        if self._there is not None and self._fill_there(first, place):
+            self.learned = None  # the rows are not here
+            return
+        self._there = None  # what its device can't decode, the host does
+        wanted = None if self._wanted is None else self._wanted[place]
+        if wanted is not None and not wanted.any():
+            return
+        if self._memory is None:
+            out: AnyArray = np.empty((rows, self.reader.columns), self.reader.dtype)
+        else:
+            out = self._memory[place]
+        learned, strays = self.learned, None
+        if learned is not None and learned.grid is not None:
+            strays = Strays(learned.grid, np.zeros(rows, np.uint8))
+        changed = self._changed[place] = self.reader.read(first, out, wanted, strays=strays)
+        if learned is not None:
+            learned.read(
+                out, place.start, self.reader.element, changed, None if strays is None else strays.rows
+            )
+        if self._memory is None:
+            offsets = np.arange(rows) if wanted is None else np.flatnonzero(wanted)
+            chosen = out if wanted is None else out[offsets]
+            for part in self.parts:
+                values = _columns(part, chosen)
+                if part.tensor.dtype is torch.bfloat16:
+                    values = values.astype(np.float32, copy=False)  # the array type of bfloat16
+                assign_ids(part.tensor, place.start + offsets, values)
 
-    def _fill_there(self, first: int, rows: int) -> bool:
-        there, start = self._there, first - self.target.first_row
-        if there is None:
-            return False
+    def _fill_there(self, first: int, place: slice) -> bool:
+        there, tensor = self._there, self.parts[0].tensor
         try:
-            segments, changed = self.reader.take(first, np.ones(rows, np.uint8))
+            segments, self._changed[place] = self.reader.take(
+                first, np.ones(place.stop - place.start, np.uint8)
+            )
         except FormatError:  # chunks split columns; of anything else the host's way tells
             return False
-        tensor = self.target.parts[0].tensor
         try:
             with overwriting(tensor):
-                if not there.write(segments, start):
-                    return False
+                return there is not None and there.write(segments, place.start)
         except RuntimeError as error:
             # Whatever it was, memory that was short among others: if the device is lost, the host's way says so.
             if self._there is not None:  # no other thread has said so
@@ -463,58 +439,10 @@ class RowsThere(AllRows):
                     *(self.reader.path, tensor.device, type(error).__name__, error),
                 )
             return False
-        self._changed[start : start + rows] = changed
-        self.learned = None  # the rows are not here
-        return True
 
-
-def all_rows(reader: ArrayReader, target: Target) -> AllRows:
-    """What fills a target that has the rows and the element type of the array, as they are decoded fastest."""
-    if isinstance(reader, SalvageReader) or len(target.parts) != 1:
-        return AllRows(reader, target)
-    (part,) = target.parts
-    codecs = [link.entry.codec for link in reader.links]
-    there = rows_there(part.tensor, codecs) if part.columns == reader.columns else None
-    return AllRows(reader, target) if there is None else RowsThere(reader, target, DeviceRows(there))
-
-
-class ChosenRows(Fill):
-    """Takes the rows `ids` of an array, or all (None), as far as the target has them; its other rows stay.
-
-    The target may have other rows than the array, and another element type.
-    """
-
-    def __init__(self, reader: ArrayReader, target: Target, ids: Ids | None) -> None:
-        super().__init__(reader, target)
-        self._wanted = np.full(target.rows, ids is None, np.uint8)
-        if ids is not None:
-            held = ids - target.first_row
-            self._wanted[held[(held >= 0) & (held < target.rows)]] = 1
-
-    def fill(self, first: int, rows: int) -> None:
-        start = first - self.target.first_row
-        wanted = self._wanted[start : start + rows]
-        offsets = np.flatnonzero(wanted)
-        if not offsets.size:
-            return
-        out = np.empty((rows, self.reader.columns), self.reader.dtype)
-        self.reader.read(first, out, wanted)
-        chosen = out[offsets]
-        for part in self.target.parts:
-            values = _columns(part, chosen)
-            if part.tensor.dtype is torch.bfloat16:
-                values = values.astype(np.float32)  # the array type of bfloat16
-            assign_ids(part.tensor, start + offsets, values)
-
-
-def _plain_memory(reader: ArrayReader, target: Target) -> AnyArray | None:
-    """The target's memory, (rows, columns), if it can be read into as it is."""
-    if len(target.parts) != 1:
-        return None
-    memory = rows_view(target.parts[0].tensor)
-    if memory is None or (memory.dtype, target.parts[0].columns) != (reader.dtype, reader.columns):
-        return None
-    return memory
+    def changed(self) -> Bitmap:
+        """Packed: the rows, of those read, that some delta holds."""
+        return np.packbits(self._changed, bitorder="little")
 
 
 def _columns(part: LocalPiece, values: AnyArray) -> AnyArray:
@@ -524,16 +452,25 @@ def _columns(part: LocalPiece, values: AnyArray) -> AnyArray:
 
 
 def fill_all(fills: Sequence[Fill], transfer: Transfer) -> None:
-    """Fill every target. Small tables are read beside each other, large ones in pieces."""
-    pieces = ((fill, region) for fill in fills for region in fill.regions())
+    """Fill all memory. Small tables are read beside each other, large ones in pieces."""
+    pieces = ((fill, region) for fill in fills for region in held_regions(fill.reader, fill.parts))
     try:
         for _ in transfer.map(lambda piece: piece[0].fill(*piece[1]), pieces):
             pass
     finally:
         # A read that fails half way has changed rows, too.
         for fill in fills:
-            for part in fill.target.parts:
+            for part in fill.parts:
                 note_change(part.tensor)
+
+
+def held_regions(reader: ArrayReader, parts: Sequence[LocalPiece]) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of the pieces to read: those of the array, as far as the memory has their rows."""
+    for part in parts[:1]:
+        for first, rows in reader.regions():
+            begin, stop = max(first, part.first_row), min(first + rows, part.first_row + len(part.tensor))
+            if begin < stop:
+                yield begin, stop - begin
 
 
 def differing_rows(catalog: Catalog, record: Record, table: Table) -> torch.Tensor | None:
@@ -541,7 +478,7 @@ def differing_rows(catalog: Catalog, record: Record, table: Table) -> torch.Tens
     differs = np.zeros(table.local_rows, bool)
     try:
         reader = ArrayReader(catalog, record, table.path)
-        for first, rows in AllRows(reader, Target(table.first_row, table.local_rows, table.parts)).regions():
+        for first, rows in held_regions(reader, table.parts):
             stored = np.empty((rows, reader.columns), reader.dtype)
             reader.read(first, stored)
             place = slice(first - table.first_row, first - table.first_row + rows)

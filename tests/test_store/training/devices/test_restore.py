@@ -32,7 +32,7 @@ from cnr_store.chains import array_reader
 from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.training.devices import staging as decoding
 from cnr_store.training.distributed.pieces import LocalPiece
-from cnr_store.training.loading.restore import AllRows, RowsThere, Target, all_rows, fill_all
+from cnr_store.training.loading.restore import Fill, fill_all
 from cnr_store.training.tracking.bitmap import Bitmap
 from tests.test_store.chains.test_folded_meanwhile import ROWS as CHAINED_ROWS
 from tests.test_store.chains.test_folded_meanwhile import chained, folding_at_first_read
@@ -96,15 +96,15 @@ def load(
     folder: Path, values: torch.Tensor, codec: RowCodec, optimizer: Any, **options: Any
 ) -> tuple[Values, list[Bitmap]]:
     """What a model of zeros holds after a load, and the rows that the load found in deltas."""
-    changed, inner = [], AllRows.changed
+    changed, inner = [], Fill.changed
 
-    def noted(self: AllRows) -> Bitmap:
+    def noted(self: Fill) -> Bitmap:
         changed.append(inner(self))
         return changed[-1]
 
     job = Job(folder, torch.zeros_like(values), codec, optimizer, **options)
     with job.checkpointer as checkpointer, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AllRows, "changed", noted)
+        patch.setattr(Fill, "changed", noted)
         checkpointer.load()
     return {name: each.cpu() for name, each in job.rows().items()}, changed
 
@@ -205,7 +205,9 @@ def test_many_threads_with_a_part_of_the_rows_each(
 
 
 @pytest.mark.slow
-def test_a_target_that_has_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_has_some_of_the_rows(
+    tmp_path: Path, written: list[Scheme], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a rank has them whose table is shared."""
     values = table_of(ROWS, 6, 3, "float32")
     save(tmp_path, values, BY_4_BITS, sgd)
@@ -213,10 +215,9 @@ def test_a_target_that_has_some_of_the_rows(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(array_reader, "region_rows", lambda *_: 64)
     reader = ArrayReader(*open_record(str(tmp_path), "latest"), "tables/items/weight")
     wide = torch.full((57, 9), 5.0, device=DEVICE)
-    fill = all_rows(reader, Target(101, 57, (LocalPiece(101, 0, wide[:, 2:8]),)))
-    assert isinstance(fill, RowsThere)
     with Transfer(2, 4) as transfer:
-        fill_all([fill], transfer)
+        fill_all([Fill(reader, (LocalPiece(101, 0, wide[:, 2:8]),))], transfer)
+    assert written
     assert torch.equal(wide[:, 2:8].cpu().view(torch.int32), whole["weight"][101:158].view(torch.int32))
     assert (wide[:, [0, 1, 8]] == 5).all()
 
