@@ -84,7 +84,6 @@ class Loader:
         """
         self.catalog.shared = {} if self.group.world > 1 else None
         self.catalog.refresh()
-        find = load_newest_sound if fallback else load_found
         seen = Seen()
 
         def look() -> None:
@@ -96,7 +95,7 @@ class Loader:
                 self._agree(version, fallback, selection, salvage)
                 return load_jointly(
                     self.group,
-                    lambda attempt: find(self.catalog, version, attempt, look),
+                    lambda attempt: load_chosen(self.catalog, version, fallback, attempt, look),
                     lambda get: self._load(get, selection, salvage, seen, goes_on),
                     self.catalog.find,
                 )
@@ -394,8 +393,8 @@ _MAX_LISTINGS = 5
 Look = Callable[[], None]
 
 
-def load_newest_sound(catalog: Catalog, version: Version, load: Attempt, look: Look) -> Restored:
-    """Load a version, or the newest one before it that is not damaged, and log what was skipped.
+def load_chosen(catalog: Catalog, version: Version, fallback: bool, load: Attempt, look: Look) -> Restored:
+    """Load the version asked for; with `fallback` it, or the newest one before it that is not damaged.
 
     No version is verified before it is loaded: a load proves whatever it reads, so verifying would read everything
     twice. A load that fails half way has overwritten a part of the model, and the next one overwrites all of it.
@@ -403,29 +402,20 @@ def load_newest_sound(catalog: Catalog, version: Version, load: Attempt, look: L
     `load`: loads a whole version, whatever an earlier call has left in the model.
     `look`: called right before each listing that chooses what is loaded.
     """
-    return _retry_removed(catalog, version, lambda: _load_first_sound(catalog, version, load), look)
-
-
-def load_found(catalog: Catalog, version: Version, load: Attempt, look: Look) -> Restored:
-    """Load the version asked for, and no other. `look` as for `load_newest_sound`."""
-    return _retry_removed(catalog, version, lambda: load(catalog.find(version)), look)
-
-
-def _retry_removed(catalog: Catalog, version: Version, load: Callable[[], Restored], look: Look) -> Restored:
-    for _ in range(_MAX_LISTINGS - 1):
+    for listings_left in reversed(range(_MAX_LISTINGS)):
         look()
         try:
-            return load()
+            return _load_first_sound(catalog, version, load) if fallback else load(catalog.find(version))
         except VersionNotFoundError:
-            if version != "latest":
+            if version != "latest" or not listings_left:
                 raise
             # Retention removes a version only once there are newer ones: list again, and do not go back.
             catalog.refresh()
-    look()
-    return load()
+    raise AssertionError
 
 
 def _load_first_sound(catalog: Catalog, version: Version, load: Attempt) -> Restored:
+    """Load the first version that is not damaged, and log what was skipped."""
     url = catalog.backend.url
     skipped: list[tuple[str, CheckpointError]] = []
     causes: dict[str, list[str]] = {}
