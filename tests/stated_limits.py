@@ -21,6 +21,7 @@ from cnr_store.format import (
     validate,
     validate_policy,
 )
+from cnr_store.policies import past
 from cnr_store.training.model.object_state import MAX_METADATA_BYTES
 
 _WORDS = ("no", "one", "two", "three", "four", "five")
@@ -127,7 +128,7 @@ ROWS = {
     "levels of a state": f"{state.MAX_DEPTH}",
     "ranks that save a version": f"{layout.MAX_RANKS:,}",
     "generations": f"{layout.MAX_GENERATION:,}",
-    "`excess_bytes` of a policy": f"{validate_policy.MAX_EXCESS} numbers",
+    "`excess_bytes` of a policy": f"{past.MAX_EXCESS} numbers",
     "attempts of a claim": f"{_MAX_ATTEMPT:,}",
 }
 """Of its table of limits."""

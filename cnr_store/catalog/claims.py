@@ -25,7 +25,8 @@ from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, document_bytes, group_document
 from cnr_store.format.layout import ClaimId, VersionId
 from cnr_store.format.state import dumps, loads
-from cnr_store.format.validate import Natural, Time, VersionText, member, proven, shown
+from cnr_store.format.validate import Time, VersionText, member, proven, shown
+from cnr_store.policies.checks import Natural
 
 log = logging.getLogger("cnr_store")
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from cnr_store.errors import CorruptionError, SaveError
 from cnr_store.format.layout import FORMAT
 from cnr_store.format.state import dumps, loads
-from cnr_store.format.validate import Natural, member, proven, shown
+from cnr_store.format.validate import member, proven, shown
+from cnr_store.policies.checks import Natural
 
 MAX_MANIFEST_BYTES = 64 << 20
 """Inflated. That is about two million objects."""

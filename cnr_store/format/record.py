@@ -28,7 +28,8 @@ from cnr_store.format.layout import (
     version_key,
 )
 from cnr_store.format.stored_paths import moved_nodes
-from cnr_store.format.validate import Natural, Percent, Sizes, Time, VersionText
+from cnr_store.format.validate import Percent, Sizes, Time, VersionText
+from cnr_store.policies.checks import Natural
 
 # Features that readers of a codec's payloads must know, by its id.
 _CODEC_FEATURES = {

@@ -15,6 +15,7 @@ from typing import Any
 from cnr_store.errors import FormatError, OptionError, option
 from cnr_store.format import validate
 from cnr_store.format.state import loads
+from cnr_store.policies.checks import Natural
 
 LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
@@ -168,9 +169,7 @@ def _place(entry: Mapping[str, Any], name: str) -> TensorPlace:
         raise ValueError(f"{name} has the type {validate.shown(tag)}, which this release does not know")
     element, itemsize = _ELEMENTS[tag]
     shape = validate.sizes(entry["shape"], f"{name}.shape", 0, range(65))
-    begin, end = validate.proven(
-        entry["data_offsets"], tuple[validate.Natural, validate.Natural], f"{name}.data_offsets"
-    )
+    begin, end = validate.proven(entry["data_offsets"], tuple[Natural, Natural], f"{name}.data_offsets")
     nbytes = math.prod(shape) * itemsize
     if end - begin != nbytes:
         raise ValueError(f"{name} has {end - begin} bytes, {shape} of {element} takes {nbytes}")

@@ -16,13 +16,12 @@ from msgspec.msgpack import Decoder
 
 from cnr_store.errors import FormatError
 from cnr_store.format.layout import FORMAT, MAX_RANKS, VERSION_ID, decode_name, encode_name
+from cnr_store.policies.checks import MOST
 
-MOST = 1 << 62
 _SHOWN = 60
 _GROUPS = ("model", "optim", "state")
 _LOOKING = Lock()
 
-Natural = Annotated[int, Meta(ge=0, le=MOST)]
 Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since 1970, to the end of the year 9999: what a calendar can show."""
 
@@ -81,11 +80,8 @@ def proven(value: object, kind: Any, name: str) -> Any:
         AttributeError,
         TypeError,
     ) as error:  # the last two of arrays, which have no keys
-        what = str(error)  # it may quote a text of any length
         given = f" is {shown(value)}" if isinstance(value, str | int | float | None) else ""
-        raise ValueError(
-            f"{name}{given}: {what if len(what) < 4 * _SHOWN else what[:_SHOWN] + '...'}"
-        ) from error
+        raise ValueError(f"{name}{given}: {error}") from error
 
 
 def sizes(value: object, name: str, minimum: int, dimensions: Container[int]) -> tuple[int, ...]:

@@ -6,42 +6,19 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from msgspec.json import encode
 
 from cnr_store.format.layout import MAX_RANKS
-from cnr_store.format.validate import MOST, Natural, Percent, Time, proven
+from cnr_store.format.validate import Percent, Time, proven
+from cnr_store.policies.checks import MOST, Natural
+from cnr_store.policies.past import Past
+from cnr_store.policies.policy import Offer
 
-MAX_EXCESS = 64
 MAX_RANKS_LISTED = 64
 """One by one; of more, only the least, the mean and the most is stored."""
 
 _World = Annotated[int, Meta(ge=0, le=MAX_RANKS)]
 _Number = Annotated[float, Meta(ge=0, le=MOST)]
-_Excess = Annotated[int, Meta(ge=-MOST, le=MOST)]
-
-
-class _Sums(Struct, forbid_unknown_fields=True):
-    full_bytes: Natural
-    deltas: Natural
-    deltas_bytes: Natural
-    first_bytes: Natural
-    last_bytes: Natural
-
-
-class _Past(Struct, forbid_unknown_fields=True):
-    """The sums that a policy sees, member by member: a writer goes on from them."""
-
-    written: _Sums
-    intermittent: _Sums
-    folds_bytes: Natural
-    links: Natural
-    beneath_bytes: Natural
-    excess_bytes: Annotated[list[_Excess], Meta(max_length=MAX_EXCESS)]
-    older_excess_bytes: _Excess | None
-
-
-class _Offer(Struct):
-    baseline_bytes: Natural
-    previous_bytes: Natural
 
 
 class _Reason(Struct):
@@ -66,8 +43,8 @@ class _Policy(Struct):
     """The members that writers go by, or that are shown to people one by one."""
 
     full: bool = True
-    offer: _Offer | None = None
-    past: _Past | None = None
+    offer: Offer | None = None
+    past: Past | None = None
     seconds: dict[str, Time] = {}
     ranks: dict[str, _World | list[_Number] | dict[str, Any]] | None = None  # by rank, or as `_Spread`
     whole: dict[str, _Reason] = {}
@@ -77,6 +54,8 @@ class _Policy(Struct):
 def prove_policy(doc: Mapping[str, Any]) -> None:
     """Prove a policy."""
     policy: _Policy = proven(doc, _Policy, "policy")
+    if encode(policy.past, order="sorted") != encode(doc.get("past"), order="sorted"):
+        raise ValueError("policy.past lacks some member of sums, or has others")
     for reason in policy.whole.values():
         if reason.count < len(reason.tables):
             raise ValueError(f"policy.whole counts {reason.count} tables and names {len(reason.tables)}")

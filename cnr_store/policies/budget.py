@@ -1,4 +1,4 @@
-"""How coarse tables may be stored for a run's restores to cost no more than a budget (standard library only).
+"""How coarse tables may be stored for a run's restores to cost no more than a budget.
 
 A restore puts rounded rows into training once more. In per cent of the loss, all restores of a run cost so many
 times the sum over restores of the square of the step, in units of the table's scale: at most .08 on most traces

@@ -1,15 +1,18 @@
-"""Checks of numbers that callers pass (standard library only)."""
+"""Checks of numbers that callers pass."""
 
 from __future__ import annotations
 
 import math
 from contextlib import suppress
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from cnr_store.errors import OptionError, option
 
 MOST = 1 << 62
+Natural = Annotated[int, Meta(ge=0, le=MOST)]
 
 
 def number(name: str, value: Any, maximum: float = math.inf) -> float:

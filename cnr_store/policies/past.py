@@ -1,15 +1,22 @@
-"""What a policy knows of the versions since the last full one: sums, however many there are (standard library only)."""
+"""What a policy knows of the versions since the last full one: sums, however many there are. Records hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+
+from msgspec import Meta
+
+from cnr_store.policies.checks import MOST, Natural
 
 Since = Literal["baseline", "previous"]
 SINCE: tuple[Since, ...] = get_args(Since)
 WINDOW = 16
 """Versions whose excess is known one by one. Of those before them only the greatest is."""
+MAX_EXCESS = 64
+"""Versions whose excess a record may hold one by one."""
+Excess = Annotated[int, Meta(ge=-MOST, le=MOST)]
 
 
 class Delta(NamedTuple):
@@ -23,11 +30,11 @@ class Delta(NamedTuple):
 class Sums:
     """Sizes of a full version and of the deltas since."""
 
-    full_bytes: int  # of the full version
-    deltas: int = 0  # deltas, deltas_bytes: how many deltas there are, and their bytes together
-    deltas_bytes: int = 0
-    first_bytes: int = 0  # first_bytes, last_bytes: of the first and of the last delta; 0 without any
-    last_bytes: int = 0
+    full_bytes: Natural  # of the full version
+    deltas: Natural = 0  # deltas, deltas_bytes: how many deltas there are, and their bytes together
+    deltas_bytes: Natural = 0
+    first_bytes: Natural = 0  # first_bytes, last_bytes: of the first and of the last delta; 0 without any
+    last_bytes: Natural = 0
 
     def with_delta(self, nbytes: int) -> Sums:
         """These sums with one more delta."""
@@ -47,14 +54,14 @@ class Past:
     # written, intermittent: as they were written, and as ``intermittent`` would have written them
     written: Sums
     intermittent: Sums
-    folds_bytes: int = 0  # bytes of the folds of these versions
-    links: int = 1  # versions that reading the newest takes
-    beneath_bytes: int = 0  # bytes of the other deltas that reading the newest takes
+    folds_bytes: Natural = 0  # bytes of the folds of these versions
+    links: Natural = 1  # versions that reading the newest takes
+    beneath_bytes: Natural = 0  # bytes of the other deltas that reading the newest takes
     # For each of the last `WINDOW` deltas, oldest first: if retention kept the versions from it on, how many bytes more
     # were written and kept than by ``intermittent``
-    excess_bytes: tuple[int, ...] = ()
+    excess_bytes: Annotated[tuple[Excess, ...], Meta(max_length=MAX_EXCESS)] = ()
     # The greatest such number of the deltas before them; None if there are none
-    older_excess_bytes: int | None = None
+    older_excess_bytes: Excess | None = None
 
     @classmethod
     def of(cls, full_bytes: int) -> Self:

@@ -1,4 +1,4 @@
-"""When to write everything and when only what changed (standard library only; the paper's section on policies).
+"""When to write everything and when only what changed (the paper's section on policies).
 
 A policy sees sums over the versions since the last full one and decides about the next. ``auto`` also weighs
 what it may write next by cost (docs/design-notes/policies.md has the model and its proof).
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cnr_store.errors import OptionError
-from cnr_store.policies.checks import integer, number
+from cnr_store.policies.checks import Natural, integer, number
 from cnr_store.policies.past import Delta, Past, Since, Sums
 
 PolicyName = Literal["full", "one-shot", "consecutive", "intermittent", "auto"]
@@ -25,8 +25,10 @@ _HORIZON_SAVES = 64
 class Offer:
     """Bytes that the next version is expected to take, by which rows it holds."""
 
-    baseline_bytes: int  # with the rows changed since the last full version
-    previous_bytes: int  # with the rows changed since the previous version. Never more than `baseline_bytes`.
+    baseline_bytes: Natural  # with the rows changed since the last full version
+    previous_bytes: (
+        Natural  # with the rows changed since the previous version. Never more than `baseline_bytes`.
+    )
 
 
 @dataclass(frozen=True)

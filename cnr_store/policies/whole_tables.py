@@ -1,4 +1,4 @@
-"""Why tables are saved whole, for logs and commit records: of many tables, few reasons (standard library only)."""
+"""Why tables are saved whole, for logs and commit records: of many tables, few reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bits a row's values get (standard library only)."""
+"""How many bits a row's values get."""
 
 from __future__ import annotations
 

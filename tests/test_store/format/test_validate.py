@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from cnr_store.format.validate import (
-    MOST,
     Digests,
-    Natural,
     Time,
     Token,
     VersionText,
@@ -21,6 +19,7 @@ from cnr_store.format.validate import (
     sizes,
 )
 from cnr_store.format.validate_policy import prove_policy
+from cnr_store.policies.checks import MOST, Natural
 
 VERSION = "000003-0123abcd.00000042"
 
@@ -55,7 +54,7 @@ def test_the_message_says_where_and_is_short() -> None:
         ValueError, match=r"^policy: Expected `str`, got `int` - at `\$\.whole\[\.\.\.\]\.tables\[1\]`"
     ):
         prove_policy({"whole": {"why": {"count": 2, "tables": ["users", 1]}}})
-    with pytest.raises(ValueError, match=r"^policy: .*\.\.\.$") as found:
+    with pytest.raises(ValueError, match=r"^policy: ") as found:
         prove_policy({"past": {"x" * 100_000: 1}})
     assert len(str(found.value)) < 300
 
