@@ -7,11 +7,13 @@ element type and codec, or its base, is stored once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from cnr_store.format import validate
 from cnr_store.format.arrays import Doc
 from cnr_store.format.record import COUNTS, ArrayEntry
+
+T = TypeVar("T")
 
 
 def pack_entries(entries: Mapping[str, ArrayEntry], nodes: Mapping[str, Doc]) -> tuple[Doc, Doc]:
@@ -24,25 +26,20 @@ def pack_entries(entries: Mapping[str, ArrayEntry], nodes: Mapping[str, Doc]) ->
         for path, entry in entries.items()
         if not _fits(entry, nodes.get(path))
     }
-    forms, bases = _Distinct(), _Distinct()
+    listed = [entries[path] for path in _listed_paths(arrays, nodes)]
+    forms: dict[str, tuple[int, Doc]] = {}
+    bases: dict[str, tuple[int, str]] = {}
     lists: Doc = {
-        "forms": forms.values,
-        "bases": bases.values,
-        "form": [],
-        "base": [],
-        "bytes": [],
-        "rows": [],
+        "form": [_number(forms, {"element": one.element, "codec": dict(one.codec or {})}) for one in listed],
+        "base": [None if one.base is None else _number(bases, one.base) for one in listed],
+        "bytes": [one.nbytes for one in listed],
+        "rows": [one.rows for one in listed],
     }
-    counts: dict[str, list[int]] = {name: [] for name in COUNTS}
-    for path in _listed_paths(arrays, nodes):
-        entry = entries[path]
-        lists["form"].append(forms.number({"element": entry.element, "codec": dict(entry.codec or {})}))
-        lists["base"].append(None if entry.base is None else bases.number(entry.base))
-        lists["bytes"].append(entry.nbytes)
-        lists["rows"].append(entry.rows)
-        for name, count in entry.counts.items():
-            counts[name].append(count)
-    return arrays, lists | {name: each for name, each in counts.items() if any(each)}
+    counts = {name: [getattr(one, name) for one in listed] for name in COUNTS}
+    shared = {
+        name: [one for _, one in values.values()] for name, values in (("forms", forms), ("bases", bases))
+    }
+    return arrays, shared | lists | {name: each for name, each in counts.items() if any(each)}
 
 
 def unpack_entries(arrays: Doc, tables: Any, nodes: Mapping[str, Doc]) -> Doc:
@@ -95,15 +92,6 @@ def _chosen(values: list[Any], index: Any, name: str) -> Any:
     return values[index]
 
 
-class _Distinct:
-    """Values by the number under which each is stored once."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, value: Any) -> int:
-        number = self._numbers.setdefault(repr(value), len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
-        return number
+def _number(numbered: dict[str, tuple[int, T]], value: T) -> int:
+    """The number under which a value is stored once."""
+    return numbered.setdefault(repr(value), (len(numbered), value))[0]

@@ -109,16 +109,8 @@ def decode_record(data: bytes, version: str, prefix: str = VERSIONS) -> Record |
 
 def _nodes(doc: Doc, cnr: Doc, prefix: str) -> dict[str, Doc]:
     metadata = validate.member(doc["consolidated_metadata"], "metadata")
-    nodes = _objects(metadata, "consolidated_metadata.metadata")
+    nodes: dict[str, Doc] = validate.proven(metadata, dict[str, Doc], "consolidated_metadata.metadata")
     return _above(validate.proven(cnr["nonce"], validate.Token, "nonce"), nodes) if prefix == FOLDS else nodes
-
-
-def _objects(value: object, name: str) -> dict[str, Doc]:
-    found: dict[str, Doc] = validate.proven(value, dict, name)
-    for path, each in found.items():
-        if type(each) is not dict:
-            raise ValueError(f"{name} has no object for {validate.shown(path)}")
-    return found
 
 
 def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
@@ -131,7 +123,7 @@ def _above(folder: str, nodes: Mapping[str, Doc]) -> dict[str, Doc]:
 
 def _record(cnr: Doc, nodes: dict[str, Doc], version: str, record_bytes: int, prefix: str) -> Record:
     arrays = _entries(
-        unpack_entries(_objects(cnr["arrays"], "arrays"), cnr["tables"], nodes),
+        unpack_entries(validate.proven(cnr["arrays"], dict[str, Doc], "arrays"), cnr["tables"], nodes),
         escaped=ESCAPED_NAMES in cnr["requires"],
         bounded=layout.COLUMN_BOUNDARIES in cnr["requires"],
     )
