@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,26 +52,29 @@ def _is_generator(value: object) -> bool:
     return isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
 
 
+def _access(
+    generator: Generator,
+) -> tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], object]]:
+    """What returns a generator's state, as plain values; what gives it one; and what checks that this can take it."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, partial(setattr, bits, "state"), partial(_check_bits, bits)
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state, check_torch
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate, lambda state: check_python(*state)
+    return generator.get_state, generator.set_state, lambda state: check_numpy(*state)
+
+
 def generator_states(generators: Mapping[str, Generator]) -> dict[str, Any]:
     """Their states, by name, as plain values."""
-    return {name: _state_of(generator) for name, generator in generators.items()}
-
-
-def _state_of(generator: Generator) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+    return {name: _access(generator)[0]() for name, generator in generators.items()}
 
 
 def set_generators(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
     """Give generators the states that `check_generator_states` has checked."""
     for name, generator in generators.items():
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = states[name]
-        elif isinstance(generator, random.Random):
-            generator.setstate(states[name])
-        else:
-            generator.set_state(states[name])
+        _access(generator)[1](states[name])
 
 
 def check_generator_states(generators: Mapping[str, Generator], states: Any) -> None:
@@ -79,18 +83,10 @@ def check_generator_states(generators: Mapping[str, Generator], states: Any) -> 
         names = sorted(states) if isinstance(states, Mapping) else states
         raise ValueError(f"it has the generators {names!r:.200}, and the loader {sorted(generators)!r:.200}")
     for name, generator in generators.items():
-        state = states[name]
-        if isinstance(generator, torch.Generator):
-            check_torch(state)
-        elif isinstance(generator, np.random.Generator):
-            _check_bits(state, generator.bit_generator)
-        elif isinstance(generator, np.random.RandomState):
-            check_numpy(*state)
-        else:
-            check_python(*state)
+        _access(generator)[2](states[name])
 
 
-def _check_bits(state: Any, bits: np.random.BitGenerator) -> None:
+def _check_bits(bits: np.random.BitGenerator, state: Any) -> None:
     """Check a bit generator's state: one of the same kind can take it, and has it afterwards."""
     trial = copy.deepcopy(bits)
     try:
