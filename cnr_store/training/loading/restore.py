@@ -45,8 +45,7 @@ from cnr_store.training.loading.validate_state import (
     check_slots,
     check_tree,
     decode_tree,
-    with_other_parts,
-    with_own_part,
+    with_parts,
 )
 from cnr_store.training.model.arguments import IGNORE
 from cnr_store.training.model.dense_state import (
@@ -145,21 +144,15 @@ class Restore:
         catalog, record, where, group = self._catalog, self._record, self._match.where, self._group
         doc, seen = catalog.state(record), set[str]()
         state = check_tree(decode_tree(catalog, record, doc, where, seen), where)
-        parts = count_parts(doc)
-        if not parts:
-            own = {"reader": state.reader, "rng": state.rng}
-            return state if group.world == 1 else with_other_parts(state, [own], where)
-
-        def read(rank: int) -> Any:
-            return read_state_part(catalog, record, doc, rank)
-
-        if parts == group.world:
-            return with_own_part(state, decode_tree(catalog, record, read(group.rank), where, seen), where)
-        with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
-            docs = list(transfer.map(read, range(parts)))
-        return with_other_parts(
-            state, [decode_tree(catalog, record, part, where, seen) for part in docs], where
-        )
+        saved = count_parts(doc)
+        if not saved:
+            parts: list[Any] = [{"reader": state.reader, "rng": state.rng}]
+        else:
+            ranks = [group.rank] if saved == group.world else range(saved)
+            with Transfer(READ_WORKERS, 2 * READ_WORKERS) as transfer:
+                docs = list(transfer.map(lambda rank: read_state_part(catalog, record, doc, rank), ranks))
+            parts = [decode_tree(catalog, record, part, where, seen) for part in docs]
+        return with_parts(state, parts, max(saved, 1) == group.world, where)
 
     @property
     def rows(self) -> int:

@@ -76,29 +76,25 @@ def check_tree(tree: object, where: str) -> StoredState:
     return state
 
 
-def with_own_part(state: StoredState, part: object, where: str) -> StoredState:
-    """A state with what this rank alone has, proven. `CorruptionError` names what is malformed."""
-    reader, rng = _own_members(part, where)
-    return replace(state, reader=reader, rng=rng)
+def with_parts(state: StoredState, parts: Sequence[object], are_own: bool, where: str) -> StoredState:
+    """A state with the parts of ranks, proven: `CorruptionError` names what is malformed.
 
-
-def with_other_parts(state: StoredState, parts: Sequence[object], where: str) -> StoredState:
-    """A state of another number of ranks: with all their readers, and without their random number generators."""
-    own = [_own_members(part, where) for part in parts]
-    has_rng = any(rng is not None for _, rng in own)
-    readers = tuple(reader for reader, _ in own)
-    return replace(state, reader=None, rng=None, readers=readers, rng_ranks=len(own) * has_rng)
-
-
-def _own_members(part: object, where: str) -> tuple[Any, Mapping[str, Any] | None]:
+    `are_own`: whether as many ranks saved it as load it, so that the one part is what this rank alone has. Else it gets
+    the readers of all, and no random number generators.
+    """
+    found: list[tuple[Any, Mapping[str, Any] | None]] = []
     try:
-        doc = proven(part, dict, "it")
-        reader, rng = doc["reader"], doc["rng"]
-        if rng is not None:
-            check_rng_state(proven(rng, dict, "rng"))
+        for part in parts:
+            doc = proven(part, dict, "it")
+            found.append((doc["reader"], doc["rng"]))
+            if doc["rng"] is not None:
+                check_rng_state(proven(doc["rng"], dict, "rng"))
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CorruptionError(f"{where}: the state of a rank is malformed: {error}") from error
-    return reader, rng
+    if are_own:
+        return replace(state, reader=found[0][0], rng=found[0][1])
+    readers, rng_ranks = tuple(reader for reader, _ in found), len(found) * any(rng for _, rng in found)
+    return replace(state, reader=None, rng=None, readers=readers, rng_ranks=rng_ranks)
 
 
 def _check_optimizer(tree: _Optimizer, name: str) -> None:
