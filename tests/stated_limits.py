@@ -21,7 +21,7 @@ from cnr_store.format import (
     validate,
     validate_policy,
 )
-from cnr_store.policies import past
+from cnr_store.policies import checks, past
 from cnr_store.training.model.object_state import MAX_METADATA_BYTES
 
 _WORDS = ("no", "one", "two", "three", "four", "five")
@@ -75,7 +75,7 @@ _BYTES = {width: base**count for width, (base, count) in BASES.items()}
 PHRASES = (
     f"the caller's; at most {_size(MAX_METADATA_BYTES)}; without references",
     f"The record has at most {_size(record_document.MAX_RECORD_BYTES)}.",
-    f"numbers are integers from 0 to {_power(validate.MOST)}, times before the year 10000.",
+    f"numbers are integers from 0 to {_power(checks.MOST)}, times before the year 10000.",
     f"The text has at most {_size(manifest.MAX_MANIFEST_BYTES)}, and at most {_size(manifest._max_inflated(0))} and "
     f"{manifest.MAX_RATIO} times the stream's bytes",
     f"of at most {_size(state.MAX_DOCUMENT_BYTES)}. The tree that it stands for",
