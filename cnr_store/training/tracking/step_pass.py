@@ -85,33 +85,32 @@ class StepPass:
     def _note_counters(self, optimizer: Optimizer, counters: Sequence[tuple[Counters, Counters]]) -> None:
         """Note what is known of the parameters, then of the slots in the order of the optimizer's state."""
         tables = {id(parameter): table for table, parameter in enumerate(self._parameters)}
-        self._counters = [one for of_parameter, _ in counters for one in of_parameter.values()]
-        of_tensors = list(tables.values())
+        state = optimizer.state if self._tables else {}
+        places = [(tables.get(id(parameter), -1), key) for parameter, kept in state.items() for key in kept]
+        self._are_slots = [table >= 0 and key in counters[table][1] for table, key in places]
+        slots = list(compress(places, self._are_slots))
+        self._counters = [of_parameter[""] for of_parameter, _ in counters]
+        self._counters += [counters[table][1][key] for table, key in slots]
+        self._of_tensors = np.array([*tables.values(), *(table for table, _ in slots)], np.int64)
         # How often one step may change each. Trusted classes have no limit, and their tables get a closer look.
-        limits, written = [1] * len(of_tensors), written_slots(optimizer) or ()
-        self._keys, self._types, self._ids = [], [], []
-        self._are_tensors, self._are_slots, self._names = [], [], list[object]()
-        self._odd: set[int] = set()  # tables with state beside their slots that may come to follow their rows
-        for parameter, kept in optimizer.state.items() if self._tables else ():
-            table = tables.get(id(parameter))
-            slots = {} if table is None else counters[table][1]
-            self._keys.append(id(parameter))
-            self._names += kept
-            for key, value in kept.items():
-                self._types.append(type(value))
-                self._are_tensors.append(isinstance(value, torch.Tensor))
-                self._ids += [id(value)] * self._are_tensors[-1]
-                self._are_slots.append(key in slots)
-                if table is not None and key in slots:
-                    self._counters.append(slots[key])
-                    of_tensors.append(table)
-                    limits.append(key in written)
-                elif table is not None and key != "step" and self._are_tensors[-1]:
-                    self._odd.add(table)
-        self._of_tensors, self._limits = np.array(of_tensors, np.int64), np.array(limits, np.int64)
+        written = written_slots(optimizer) or ()
+        self._limits = np.array([1] * len(tables) + [key in written for _, key in slots], np.int64)
+        values = list(chain.from_iterable(map(dict.values, state.values())))
+        self._are_tensors = [isinstance(value, torch.Tensor) for value in values]
+        self._state = self._identity(state, values)
         self._pointers = [counter.pointer for counter in self._counters]
         self._storages = [counter.storage for counter in self._counters]
         self._strides = [counter.strides for counter in self._counters]
+
+    def _identity(self, state: Any, values: list[Any]) -> tuple[list[Any], ...]:
+        """What tells that an optimizer's state has other values, of a number or a tensor that it had."""
+        tensors = compress(values, self._are_tensors)
+        return (
+            [*map(id, state)],
+            [*chain.from_iterable(state.values())],
+            [*map(type, values)],
+            [*map(id, tensors)],
+        )
 
     def _counters_now(self, optimizer: Optimizer) -> list[object]:
         counters, own = [tracker.counters for tracker in self._trackers], id(optimizer)
@@ -129,11 +128,7 @@ class StepPass:
         tensors, versions = self._look(optimizer)
         if tensors is None or not all(map(is_, self._counters_now(optimizer), self._own_counters)):
             return []
-        # Only here, and not at each step: the counters tell by name what changed in the interval.
-        if list(chain.from_iterable(optimizer.state.values())) != self._names:
-            return []
         left = self._elsewhere(tensors)
-        left |= {each for each in self._odd if self._trackers[each].settled_counters(optimizer) is None}
         left |= self._differing(versions, list(map(_known_version, self._counters)))
         return [tracker for table, tracker in enumerate(self._trackers) if table not in left]
 
@@ -172,11 +167,7 @@ class StepPass:
         state: Any = optimizer.state
         try:
             values = list(chain.from_iterable(map(dict.values, state.values())))
-            if (
-                list(map(id, state)) != self._keys
-                or list(map(type, values)) != self._types
-                or list(map(id, compress(values, self._are_tensors))) != self._ids
-            ):
+            if not self._tables or self._identity(state, values) != self._state:
                 return None, []
             tensors = [*self._parameters, *compress(values, self._are_slots)]
             return tensors, list(map(_version_of, tensors))

@@ -16,7 +16,7 @@ from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap, full_bitmap
 from cnr_store.training.tracking.device_bitmap import RowBits
-from cnr_store.training.tracking.version_counter import Counter, VersionCounter, counter_of
+from cnr_store.training.tracking.version_counter import VersionCounter
 
 OUTSIDE = (
     "it was changed outside lookups and optimizer steps (call Checkpointer.touch after changing rows by hand)"
@@ -61,7 +61,7 @@ class TableTracker:
         self._owners: list[Owner] = [*optimizers]
         if table.sharded is not None:
             self._owners.append(table.sharded)
-        self.counters: dict[int, Mapping[str, Counter]] = {}
+        self.counters: dict[int, Counters] = {}
         self._new_gradient = self.had_gradient = False
         self._watched: torch.Tensor | None = None
         self.begin_interval()
@@ -188,7 +188,7 @@ class TableTracker:
         if counters.keys() != kept.keys() or not all(
             counter.catch_up(kept[key]) for key, counter in counters.items()
         ):
-            self.counters[id(owner)] = {key: counter_of(tensor) for key, tensor in kept.items()}
+            self.counters[id(owner)] = {key: VersionCounter(tensor) for key, tensor in kept.items()}
 
     def acknowledge_all(self) -> None:
         """Take every change of the parameter and of all slots so far as flagged."""
@@ -206,7 +206,8 @@ class TableTracker:
     def settled_counters(self, optimizer: Optimizer) -> tuple[Counters, Counters] | None:
         """The counters of the parameter and of the slots of `optimizer`.
 
-        None if one has no single memory, or `acknowledge_all` would count other tensors.
+        None if one has no single memory, `acknowledge_all` would count other tensors, or it keeps further ones, which
+        may come to follow the rows.
         """
         found = self.counters[id(None)], self.counters.get(id(optimizer), {})
         is_settled = all(
@@ -214,15 +215,10 @@ class TableTracker:
             and (owner is optimizer or not self.counters.get(id(owner)))
             for owner in self._owners
         )
-        plain = [
-            {
-                key: one
-                for key, one in each.items()
-                if isinstance(one, VersionCounter) and one.storage is not None
-            }
-            for each in found
-        ]
-        return (plain[0], plain[1]) if is_settled and list(map(len, plain)) == list(map(len, found)) else None
+        are_plain = all(one.local is None and one.storage is not None for of in found for one in of.values())
+        kept = optimizer.state.get(self.table.parameter, {}).items()
+        are_all = all(key in (*found[1], "step") or not isinstance(one, torch.Tensor) for key, one in kept)
+        return found if is_settled and are_plain and are_all else None
 
     @property
     def replaced(self) -> bool:
@@ -231,7 +227,7 @@ class TableTracker:
 
     def expect_slots(self, optimizer: Optimizer, slots: Mapping[str, torch.Tensor]) -> None:
         """Count changes from `slots` on, by key, which `optimizer` is about to get in place of its own."""
-        self.counters[id(optimizer)] = {key: counter_of(tensor) for key, tensor in slots.items()}
+        self.counters[id(optimizer)] = {key: VersionCounter(tensor) for key, tensor in slots.items()}
 
     def mark(self, ids: torch.Tensor) -> None:
         """Flag the rows `ids`, integers of any shape that count from the first row held, in the table as it is now."""

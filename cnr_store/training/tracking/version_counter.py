@@ -17,12 +17,15 @@ class VersionCounter:
     (``tensor.data = other``). Freed memory soon comes back at the same address, so the storage itself is compared: a
     weak reference keeps its identity from being used again.
 
+    Of a DTensor these are its own and those of the memory that this process holds of it.
+
     `pointer`, `strides`: of the memory.
     `storage`: its identity; None if torch counts no changes of the tensor.
     `version`: how often the tensor had been changed.
+    `local`: of what this process holds of a DTensor.
     """
 
-    __slots__ = ("_reference", "pointer", "storage", "strides", "version")
+    __slots__ = ("_reference", "local", "pointer", "storage", "strides", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -32,6 +35,7 @@ class VersionCounter:
         self.pointer = tensor.data_ptr()
         self.strides = tensor.stride()
         self.version = 0 if tensor.is_inference() else tensor._version
+        self.local = VersionCounter(local_of(tensor)) if is_dtensor(tensor) else None
 
     def count_changes(self, tensor: torch.Tensor) -> float:
         """How often `tensor` was changed in place since.
@@ -45,36 +49,12 @@ class VersionCounter:
             or tensor.stride() != self.strides
         ):
             return math.inf
-        return tensor._version - self.version
+        changes = tensor._version - self.version
+        return changes if self.local is None else changes + self.local.count_changes(local_of(tensor))
 
     def catch_up(self, tensor: torch.Tensor) -> bool:
         """Count from now on. False, and nothing is done, if the changes of `tensor` can't be counted."""
         if self.count_changes(tensor) == math.inf:
             return False
         self.version = tensor._version
-        return True
-
-
-class SpreadCounter:
-    """The same for a DTensor: changes of it, and of the memory that this process holds of it."""
-
-    __slots__ = ("_local", "_whole")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._whole, self._local = VersionCounter(tensor), VersionCounter(local_of(tensor))
-
-    def count_changes(self, tensor: torch.Tensor) -> float:
-        """See `VersionCounter.count_changes`."""
-        return self._whole.count_changes(tensor) + self._local.count_changes(local_of(tensor))
-
-    def catch_up(self, tensor: torch.Tensor) -> bool:
-        """See `VersionCounter.catch_up`."""
-        return self._whole.catch_up(tensor) and self._local.catch_up(local_of(tensor))
-
-
-Counter = VersionCounter | SpreadCounter
-
-
-def counter_of(tensor: torch.Tensor) -> Counter:
-    """What counts the changes of a tensor from now on."""
-    return SpreadCounter(tensor) if is_dtensor(tensor) else VersionCounter(tensor)
+        return self.local is None or self.local.catch_up(local_of(tensor))
