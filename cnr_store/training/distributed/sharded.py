@@ -46,8 +46,8 @@ class ShardedTable:
     dtype: torch.dtype  # element type of the rows
     # Whether each rank has the whole table, and its optimizer is one like those of dense parameters
     replicated: bool
-    # Whether rows may be newer in a cache than in `pieces`: `ShardedModule.flush` before each read, and
-    # `ShardedModule.purge` after each write
+    # Whether rows may be newer in a cache than in `pieces`: lookups are to flush it before each read, and to purge it
+    # after each write
     cached: bool
     # What changes rows in the backward pass. None where an optimizer outside the module does it.
     optimizer: FusedOptimizer | None
@@ -82,16 +82,6 @@ class ShardedModule:
     path: str  # in the model, without what wrappers add
     module: nn.Module  # the ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``
     tables: list[ShardedTable]  # in the module's order
-
-    def flush(self) -> None:
-        """Write what a cache has back to the tables."""
-        for lookup in bare_lookups(self.module):
-            lookup.flush()
-
-    def purge(self) -> None:
-        """Empty caches, so that rows which were written to the tables are the ones looked up."""
-        for lookup in bare_lookups(self.module):
-            lookup.purge()
 
 
 def bare_lookups(module: nn.Module) -> list[Any]:

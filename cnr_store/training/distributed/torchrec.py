@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
@@ -39,19 +38,18 @@ _COLLECTIONS = {
 """Classes that are known, with what stands before a table's name in their state dicts."""
 _OUTER = {"ShardedFeatureProcessedEmbeddingBagCollection"}
 """Classes that leave rows to a known one inside them."""
-_WRAPPERS = (AveragedModel, DataParallel, DistributedDataParallel)
 
 
-def find_sharded(model: nn.Module) -> list[ShardedModule]:
-    """The modules of `model` whose tables TorchRec shards, with their live memory.
+def find_sharded(modules: Iterable[tuple[str, nn.Module]]) -> list[ShardedModule]:
+    """Those of a model's modules whose tables TorchRec shards, with their live memory.
 
-    `model`: a ``DistributedModelParallel``, a module that has or is in one, or any other module, which has none.
+    `modules`: each with its path without what wrappers add.
     """
     base = getattr(sys.modules.get("torchrec.distributed.embedding_types"), "ShardedEmbeddingModule", None)
     if base is None:
         return []
     found = []
-    for path, module in _named_modules(model):
+    for path, module in modules:
         kind = type(module).__name__
         if kind == "DMPCollection":
             raise UnsupportedModelError(
@@ -67,23 +65,6 @@ def find_sharded(model: nn.Module) -> list[ShardedModule]:
         tables = _tables(module, ".".join(filter(None, (path, _COLLECTIONS[kind]))))
         found.append(ShardedModule(path, module, tables))
     return found
-
-
-def _named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules by their paths without what wrappers add. The first path of a module counts."""
-    seen: set[int] = set()
-    stack = [(path, model)]
-    while stack:
-        path, module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield path, module
-        for name, child in reversed(list(module.named_children())):
-            wrapped = name in ("_dmp_wrapped_module", "_orig_mod") or (
-                name == "module" and isinstance(module, _WRAPPERS)
-            )
-            stack.append((path if wrapped else f"{path}.{name}" if path else name, child))
 
 
 def _tables(module: nn.Module, prefix: str) -> list[ShardedTable]:

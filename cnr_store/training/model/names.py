@@ -7,7 +7,7 @@ packages wrap around models and optimizers is known by name: none of them need b
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -51,6 +51,12 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
             parts[kind] = ("module",) if isinstance(parent, _WRAPPERS) else wrapped_parts(parent)
         paths += [f"{path}.{part}" if path else part for part in parts[kind]]
     return frozenset(paths)
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model, each once, by their paths without what wrappers add."""
+    wrappers = wrapper_paths(model)
+    return ((clean_name(path, wrappers), module) for path, module in model.named_modules())
 
 
 def clean_name(key: str, wrappers: Collection[str] = ()) -> str:

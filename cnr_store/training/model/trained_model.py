@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,10 +18,15 @@ from cnr_store.format.layout import dense_path, table_name
 from cnr_store.format.stored_paths import place
 from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.distributed.dtensors import check_no_flat_parameters, reshard
-from cnr_store.training.distributed.sharded import ShardedModule, ShardedTable, check_dense_kernels
+from cnr_store.training.distributed.sharded import (
+    ShardedModule,
+    ShardedTable,
+    bare_lookups,
+    check_dense_kernels,
+)
 from cnr_store.training.distributed.torchrec_door import torchrec
 from cnr_store.training.model.dense_state import absent_parameters, named_state
-from cnr_store.training.model.names import parameter_names
+from cnr_store.training.model.names import named_modules, parameter_names
 from cnr_store.training.model.optimizer_state import (
     Tree,
     as_list,
@@ -73,7 +78,7 @@ class TrainedModel:
         reshard(model)
         if (door := torchrec()) is not None:
             optimizers, fused_position = door.take_fused(given)
-            sharded = door.find_sharded(model)
+            sharded = door.find_sharded(named_modules(model))
             door.check_kept(given, sharded)
         check_dense_kernels(optimizers, sharded)
         weights = [name for _, name, _, _ in table_weights(model)]
@@ -155,16 +160,17 @@ class TrainedModel:
     def flush_caches(self) -> None:
         """Write rows that are newer in a cache back to the tables, before these are read."""
         with failing_saves(torch.device("cuda"), "caches of tables"):
-            for module in self._cached():
-                module.flush()
+            for lookup in self._cached():
+                lookup.flush()
 
     def purge_caches(self) -> None:
-        """Forget what caches hold, after the tables were written."""
-        for module in self._cached():
-            module.purge()
+        """Forget what caches hold, after the tables were written: rows that are looked up are then those."""
+        for lookup in self._cached():
+            lookup.purge()
 
-    def _cached(self) -> list[ShardedModule]:
-        return [module for module in self.sharded if any(table.cached for table in module.tables)]
+    def _cached(self) -> list[Any]:
+        cached = [module for module in self.sharded if any(table.cached for table in module.tables)]
+        return [lookup for each in cached for lookup in bare_lookups(each.module)]
 
     def note_sharing(self) -> None:
         """Note what has come to share the memory of tables."""

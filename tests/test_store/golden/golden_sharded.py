@@ -9,6 +9,7 @@ import torch.distributed as dist
 import cnr_store
 from cnr_store.format.layout import slot_path, table_name
 from cnr_store.training.distributed.torchrec import find_sharded
+from cnr_store.training.model.names import named_modules
 from tests.test_store.support.distributed.sharded_model import sharded_model
 
 
@@ -18,7 +19,7 @@ def load(url: str) -> list[list[Any]]:
     with cnr_store.Checkpointer(url, model, [model.fused_optimizer]) as checkpointer:
         checkpointer.load()
     found: list[list[Any]] = []
-    for module in find_sharded(model):
+    for module in find_sharded(named_modules(model)):
         for table in module.tables:
             name = table_name(table.name)
             held = {"weight": table.pieces, **{slot: kept.pieces for slot, kept in table.slots.items()}}

@@ -44,7 +44,7 @@ def find_spread_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let checkpointers find the tables of a `SpreadModel`, and the ranks of a `ThreadJob`."""
     monkeypatch.setattr(checkpointer_module, "job_group", lambda *_: _here.group)
     fakes = {
-        "find_sharded": lambda model: [model.sharded],
+        "find_sharded": lambda modules: [dict(modules)[""].sharded],
         "take_fused": lambda optimizers: (list(optimizers), 0),
     }
     door = SimpleNamespace(**{**vars(torchrec), **fakes})

@@ -27,6 +27,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import cnr_store
 from cnr_store.training.distributed.torchrec import find_sharded
+from cnr_store.training.model.names import named_modules
 from tests.test_store.ranks.support.rank_processes import reach
 
 ROWS, DIM, BATCH = 203, 16, 12
@@ -112,7 +113,7 @@ class Job:
     def arrays(self) -> dict[str, Any]:
         """By name, the shape of each sharded array and the pieces of it that are here."""
         found: dict[str, Any] = {}
-        for module in find_sharded(self.dmp):
+        for module in find_sharded(named_modules(self.dmp)):
             for table in module.tables:
                 found[table.name] = table.shape, table.pieces
                 for slot, kept in table.slots.items():

@@ -10,6 +10,7 @@ from torchrec.optim import apply_optimizer_in_backward
 
 import cnr_store
 from cnr_store.training.distributed.torchrec import find_sharded
+from cnr_store.training.model.names import named_modules
 from tests.test_store.support.distributed.fused_elsewhere import Model
 from tests.test_store.support.distributed.sharded_model import (
     DistributedModelParallel,
@@ -40,7 +41,7 @@ def run(url: str) -> tuple[str, list[float], list[float]]:
 
 
 def _rates(model: Any) -> list[float]:
-    tables = [table for module in find_sharded(model) for table in module.tables]
+    tables = [table for module in find_sharded(named_modules(model)) for table in module.tables]
     return [round(table.settings()["lr"], 6) for table in tables if table.kernels]
 
 

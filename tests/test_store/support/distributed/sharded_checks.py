@@ -15,6 +15,7 @@ from cnr_store.training.distributed import torchrec
 from cnr_store.training.distributed.pieces import LocalPiece, local_pieces
 from cnr_store.training.distributed.sharded import ShardedTable, bare_lookups
 from cnr_store.training.distributed.torchrec import LookupHooks, find_sharded
+from cnr_store.training.model.names import named_modules
 from tests.nightly import NIGHT
 from tests.test_store.support.distributed.sharded_model import (
     BAGS,
@@ -38,7 +39,7 @@ class Marked:
 
     def __init__(self, model: Any) -> None:
         self.hooks: list[LookupHooks] = []
-        self.sharded = find_sharded(model)
+        self.sharded = find_sharded(named_modules(model))
         self.rows: dict[tuple[str, int], set[int]] = {}
         for each in self.sharded:
             self.hooks.append(LookupHooks(each, self._mark))
@@ -55,7 +56,11 @@ class Marked:
 
 
 def _tables(model: Any) -> dict[str, ShardedTable]:
-    return {table.name.split(".")[-2]: table for each in find_sharded(model) for table in each.tables}
+    return {
+        table.name.split(".")[-2]: table
+        for each in find_sharded(named_modules(model))
+        for table in each.tables
+    }
 
 
 def _live(table: ShardedTable) -> list[LocalPiece]:
@@ -145,9 +150,10 @@ def pieces_are_live() -> None:
             columns = torch.arange(piece.tensor.shape[1]) + piece.first_column
             rows = torch.arange(len(piece.tensor)) + piece.first_row
             piece.tensor.copy_(rows.unsqueeze(1) * 10 + columns)
-    for each in find_sharded(model):
-        each.purge()
-        each.flush()
+    for each in find_sharded(named_modules(model)):
+        for lookup in bare_lookups(each.module):
+            lookup.purge()
+            lookup.flush()
     ids = batch(5 + dist.get_rank())
     with torch.no_grad():
         bags = model.module.bags(ids)
@@ -327,14 +333,14 @@ def what_lookups_do_not_tell_is_refused() -> None:
     for shard in shards:
         shard.compute_kernel = EmbeddingComputeKernel.SSD_VIRTUAL_TABLE
     with pytest.raises(UnsupportedModelError, match=r"B\.weight' has the compute kernel 'ssd_virtual_table'"):
-        find_sharded(model)
+        find_sharded(named_modules(model))
     bags = model.module.bags
     bags.__class__ = type("ShardedManagedCollisionEmbeddingBagCollection", (type(bags),), {})
     with pytest.raises(UnsupportedModelError, match=r"bags is a ShardedManagedCollision.* more than lookups"):
-        find_sharded(model)
+        find_sharded(named_modules(model))
     model.__class__ = type("DMPCollection", (type(model),), {})
     with pytest.raises(UnsupportedModelError, match="DMPCollection holds replicas"):
-        find_sharded(model)
+        find_sharded(named_modules(model))
 
 
 def ranks_without_tables_keep_nothing() -> None:

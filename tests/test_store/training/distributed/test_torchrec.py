@@ -12,6 +12,7 @@ from torch import nn
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.training.distributed.torchrec import FusedOptimizer, find_sharded
+from cnr_store.training.model.names import named_modules
 from tests.nightly import at_night
 from tests.test_store.ranks.support.rank_processes import preload, run_ranks
 from tests.test_store.support.distributed.ranks import group, run_checks
@@ -69,7 +70,7 @@ def test_over_ranks(world: int) -> None:
 
 
 def test_a_model_without_torchrec_has_none() -> None:
-    assert find_sharded(nn.Sequential(nn.EmbeddingBag(3, 2))) == []
+    assert find_sharded(named_modules(nn.Sequential(nn.EmbeddingBag(3, 2)))) == []
 
 
 class _Setting:

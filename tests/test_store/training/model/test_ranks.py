@@ -111,7 +111,7 @@ class Cached:
     """A module of which some tables are cached, or none, as TorchRec's are known."""
 
     def __init__(self, cached: bool) -> None:
-        self.module = nn.Identity()
+        self.module = SimpleNamespace(_lookups=[self])
         self.tables = [SimpleNamespace(cached=False), SimpleNamespace(cached=cached)]
         self.calls: list[str] = []
 
