@@ -10,9 +10,8 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain, compress
-from operator import attrgetter, is_, ne
+from operator import attrgetter, ne
 from typing import Any
 
 import numpy as np
@@ -45,17 +44,18 @@ _WORD_BYTES = 4  # of the kernel for dense gradients
 class StepPass:
     """The tables that one optimizer steps, as lists that the hooks around each of its steps go through.
 
-    It takes the bitmaps and counters that the trackers have when it is made. Make a new one when they get others: what
-    is acknowledged to a counter that nobody asks any more makes its table whole.
+    It takes the bitmaps and counters that the trackers have when it is made, and is out of date when they get others:
+    what is acknowledged to a counter that nobody asks any more makes its table whole.
 
     `parameters`: the ids of all parameters, by group.
     `stepped`: the tables among them.
+    `renewal`: that of trackers when it was made.
 
     `others`: those of them that are not plain, and always need a closer look.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[list[int]], stepped: Stepped) -> None:
-        self.parameters, self.stepped = parameters, stepped
+        self.parameters, self.stepped, self.renewal = parameters, stepped, TableTracker.renewal
         self._tables: Stepped = []
         self.others: Stepped = []
         counters: list[tuple[Counters, Counters]] = []
@@ -67,9 +67,8 @@ class StepPass:
                 counters.append(found)
         self._trackers = [tracker for _, tracker in self._tables]
         self._parameters: list[Any] = [tracker.table.parameter for tracker in self._trackers]
-        self._own_counters = self._counters_now(optimizer)
         self._settings = {(position, tracker.table.parameter.dtype) for position, tracker in self._tables}
-        self._noted = [False] * len(self._tables)
+        self.begin_interval()
         self._note_bits()
         self._note_counters(optimizer, counters)
 
@@ -112,21 +111,14 @@ class StepPass:
             [*map(id, tensors)],
         )
 
-    def _counters_now(self, optimizer: Optimizer) -> list[object]:
-        counters, own = [tracker.counters for tracker in self._trackers], id(optimizer)
-        return [each.get(owner) for owner in (id(None), own) for each in counters]
-
-    def begin_interval(self, optimizer: Optimizer) -> bool:
-        """Go on after the trackers have begun an interval. False if they count or flag elsewhere since."""
+    def begin_interval(self) -> None:
+        """Tell each table of its next step by the optimizer: in an interval the first one counts."""
         self._noted = [False] * len(self._tables)
-        return all(
-            tracker.bits.host is host for tracker, host in zip(self._trackers, self._hosts, strict=True)
-        ) and all(map(is_, self._counters_now(optimizer), self._own_counters))
 
     def unchanged(self, optimizer: Optimizer) -> list[TableTracker]:
         """The tables that have the memory that they had, and no change that is not acknowledged."""
         tensors, versions = self._look(optimizer)
-        if tensors is None or not all(map(is_, self._counters_now(optimizer), self._own_counters)):
+        if tensors is None:
             return []
         left = self._elsewhere(tensors)
         left |= self._differing(versions, list(map(_known_version, self._counters)))
@@ -273,7 +265,7 @@ def _is_special(optimizer: Optimizer, position: int, dtype: torch.dtype, trusted
 class SteppedTables:
     """Finds the tracked tables among the parameters of an optimizer.
 
-    The result is kept while the groups hold the same parameters.
+    The result is kept while the groups hold the same parameters, and trackers their bitmaps and counters.
 
     `trackers`: of the tables.
     `given`: the optimizers whose state is saved.
@@ -290,7 +282,7 @@ class SteppedTables:
         """What goes through the tables that an optimizer steps."""
         parameters = [list(map(id, group["params"])) for group in optimizer.param_groups]
         found = self._passes.get(optimizer)
-        if found is None or found.parameters != parameters:
+        if found is None or found.parameters != parameters or found.renewal is not TableTracker.renewal:
             trackers = self._trackers
             stepped = [
                 (position, trackers[parameter])
@@ -300,10 +292,6 @@ class SteppedTables:
             ]
             found = self._passes[optimizer] = StepPass(optimizer, parameters, stepped)
         return found
-
-    def renew_pass(self, optimizer: Optimizer) -> None:
-        """Make another pass at the next step: counters may have been replaced."""
-        self._passes.pop(optimizer, None)
 
     def unchanged(self, optimizers: Sequence[Optimizer]) -> list[TableTracker]:
         """Tables of one of these optimizers, without a change that is not acknowledged, as far as a pass tells."""
@@ -315,21 +303,11 @@ class SteppedTables:
             if steppers[id(tracker)] == 1
         ]
 
-    def forget_passes(self) -> None:
-        """Make other passes: trackers may have got other bitmaps and counters."""
-        self._passes.clear()
-
-    @contextmanager
-    def renewed(self) -> Iterator[None]:
-        """A context in which trackers begin an interval. Passes over those that keep bitmaps and counters stay."""
-        # An interrupt leaves none: each knows bitmaps that may have been taken.
-        passes = list(self._passes.items())
-        self._passes.clear()
+    def begin_interval(self) -> None:
+        """Begin an interval, before the trackers do."""
         self._strangers.clear()
-        yield
-        for optimizer, each in passes:
-            if each.begin_interval(optimizer):
-                self._passes[optimizer] = each
+        for each in self._passes.values():
+            each.begin_interval()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer begins a step."""

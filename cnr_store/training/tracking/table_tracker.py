@@ -52,7 +52,11 @@ class TableTracker:
     `had_gradient`: whether the parameter had a gradient before the last step of a trusted class.
     `has_optimizer`: whether one of `optimizers` updates the table.
     `whole`: why the rows that changed in this interval are not known; None if they are.
+
+    `renewal`: another object each time that a tracker gets another bitmap, or other counters.
     """
+
+    renewal = object()
 
     def __init__(self, table: Table, optimizers: Sequence[Optimizer] = ()) -> None:
         self.table = table
@@ -82,6 +86,7 @@ class TableTracker:
         if is_settled or (self.bits.rows, self.bits.device) == (rows, device):
             self.bits.clear()
         else:
+            TableTracker.renewal = object()
             self.bits = RowBits(rows, device)
         self.carried_over: Bitmap | None = None
         self.whole: str | None = None
@@ -188,7 +193,7 @@ class TableTracker:
         if counters.keys() != kept.keys() or not all(
             counter.catch_up(kept[key]) for key, counter in counters.items()
         ):
-            self.counters[id(owner)] = {key: VersionCounter(tensor) for key, tensor in kept.items()}
+            self.count_from(owner, kept)
 
     def acknowledge_all(self) -> None:
         """Take every change of the parameter and of all slots so far as flagged."""
@@ -225,9 +230,10 @@ class TableTracker:
         """Whether the parameter or a slot has other memory than when its changes were last acknowledged."""
         return math.inf in map(self.changes, (None, *self._owners))
 
-    def expect_slots(self, optimizer: Optimizer, slots: Mapping[str, torch.Tensor]) -> None:
-        """Count changes from `slots` on, by key, which `optimizer` is about to get in place of its own."""
-        self.counters[id(optimizer)] = {key: VersionCounter(tensor) for key, tensor in slots.items()}
+    def count_from(self, owner: Owner, kept: Mapping[str, torch.Tensor]) -> None:
+        """Count changes of an owner's tensors from now on, by key: those that it has, or is about to get."""
+        TableTracker.renewal = object()  # first: an interrupt leaves no pass over counters that nobody asks
+        self.counters[id(owner)] = {key: VersionCounter(tensor) for key, tensor in kept.items()}
 
     def mark(self, ids: torch.Tensor) -> None:
         """Flag the rows `ids`, integers of any shape that count from the first row held, in the table as it is now."""

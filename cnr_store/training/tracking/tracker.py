@@ -101,8 +101,6 @@ class Tracker:
         trusts = type(optimizer) in self._trusted
         every = self._stepped.pass_over(optimizer)
         left = every.before(optimizer)
-        if left is not every.others:
-            self._stepped.renew_pass(optimizer)
         for _position, tracker in every.stepped if trusts else left:
             for owner, reason in ((None, OUTSIDE), (optimizer, STATE_OUTSIDE)):
                 if tracker.changes(owner):
@@ -122,11 +120,7 @@ class Tracker:
 
     def after_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Flag the rows that the step had gradients for."""
-        every = self._stepped.pass_over(optimizer)
-        left = every.after(optimizer, self._trusted)
-        if left is not every.others:
-            self._stepped.renew_pass(optimizer)
-        for position, tracker in left:
+        for position, tracker in self._stepped.pass_over(optimizer).after(optimizer, self._trusted):
             self._settle(optimizer, position, tracker, has_closure)
 
     def _settle(self, optimizer: Optimizer, position: int, tracker: TableTracker, has_closure: bool) -> None:
@@ -296,9 +290,9 @@ class Tracker:
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
-            with self._stepped.renewed():
-                for tracker in self._trackers.values():
-                    tracker.begin_interval(is_settled=id(tracker) in unchanged)
+            self._stepped.begin_interval()
+            for tracker in self._trackers.values():
+                tracker.begin_interval(is_settled=id(tracker) in unchanged)
             return flagged
         except BaseException:
             # An interrupt between two tables, say: those that have begun would forget their rows.
@@ -316,13 +310,12 @@ class Tracker:
         `slots` are those that optimizers are yet to be given, by table and key: others there count as changed.
         """
         self.adopt_replaced()
-        self._stepped.forget_passes()
+        self._stepped.begin_interval()
         for tracker in self._trackers.values():
             tracker.begin_interval()
         for optimizer, by_table in slots:
             for name, given in by_table.items():
-                self._trackers[name].expect_slots(optimizer, given)
-        self._stepped.forget_passes()
+                self._trackers[name].count_from(optimizer, given)
 
     def named(self, name: str) -> TableTracker:
         """What is known of a table."""
