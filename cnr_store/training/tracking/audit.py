@@ -15,13 +15,11 @@ from itertools import groupby
 from typing import Self
 
 import numpy as np
-import torch
 
 from cnr_store.errors import TrackingError
-from cnr_store.training.devices.support import failing_saves
 from cnr_store.training.model.row_arrays import RowArray
+from cnr_store.training.model.tensors import AnyArray
 from cnr_store.training.tracking.bitmap import Bitmap, RowIds, are_set, count, rows_of
-from cnr_store.training.tracking.device_bitmap import as_integers
 
 log = logging.getLogger("cnr_store")
 DEFAULT_BYTES = 1 << 20
@@ -41,14 +39,11 @@ _LIKELY = (
 
 @dataclass(frozen=True)
 class _Sample:
-    """Rows held of one table: `ids`, ``(n,)`` ascending, from the first row held on, and their bits.
-
-    Those are ``(n, k)`` integers, by array path and first column of each part.
-    """
+    """Rows held of one table: `ids`, ``(n,)`` ascending, from the first row held on, and their values by array path."""
 
     rows: int
     ids: RowIds
-    bits: Mapping[tuple[str, int], torch.Tensor]
+    values: Mapping[str, AnyArray]
 
 
 def warn_unflagged(found: Mapping[str, RowIds]) -> None:
@@ -133,12 +128,7 @@ class Audit:
         for name, size in _sample_sizes(chosen, self._limit_bytes).items():
             rows = chosen[name][0].table.local_rows
             ids = self._draw(name, rows, size, None if flagged is None else flagged[name])
-            bits = {
-                (array.path, part.first_column): _bits(part.tensor, ids)
-                for array in chosen[name]
-                for part in array.parts
-            }
-            samples[name] = _Sample(rows, ids, bits)
+            samples[name] = _Sample(rows, ids, {array.path: array.rows(ids) for array in chosen[name]})
         self._samples = samples
 
     def _draw(self, name: str, rows: int, size: int, flagged: Bitmap | None) -> RowIds:
@@ -181,41 +171,19 @@ def _sample_sizes(tables: Mapping[str, Sequence[RowArray]], limit_bytes: int) ->
     return sizes
 
 
-def _bits(tensor: torch.Tensor, ids: RowIds) -> torch.Tensor:
-    """The bits of some rows, on the tensor's own device, so that the host need not hold them."""
-    with failing_saves(tensor.device, "sampled rows"):
-        index = torch.from_numpy(ids).to(tensor.device)
-        rows = torch.index_select(as_integers(tensor.resolve_neg()), 0, index)
-    return rows.reshape(ids.size, rows[:1].numel())
-
-
 def _changed(sample: _Sample, arrays: Sequence[RowArray], clean: RowIds) -> dict[str, RowIds]:
     """By array path, the rows that differ without a flag: `clean` are the positions in the sample without one."""
     ids, changed = sample.ids[clean], {}
-    for array in arrays:
-        differs = np.zeros(ids.size, np.bool_)
-        for part in array.parts:
-            bits = sample.bits.get((array.path, part.first_column))
-            if bits is None or not ids.size:  # state made since is written whole
-                continue
-            now = _bits(part.tensor, ids)
-            with failing_saves(part.tensor.device, array.path):
-                before = bits[torch.from_numpy(clean).to(bits.device)]
-                # State that got another width or type is written whole, too.
-                comparable = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
-                if comparable and not torch.equal(before, now):
-                    differs |= _differ(before, now, part.tensor.dtype).any(dim=1).cpu().numpy()
-        if differs.any():
-            changed[array.path] = ids[differs]
+    for array in arrays if ids.size else ():
+        before, now = sample.values.get(array.path), array.rows(ids)
+        # State that was made since, or got another width or type, is written whole.
+        if before is not None and (before.shape[1], before.dtype) == (now.shape[1], now.dtype):
+            was = before[clean]
+            # Not their bits, as each step gives NaNs of bfloat16 others; and a NaN is not what it is itself.
+            differs = ((was != now) & ((was == was) | (now == now))).any(axis=1)
+            if differs.any():
+                changed[array.path] = ids[differs]
     return changed
-
-
-def _differ(before: torch.Tensor, now: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where values differ; not their bits, as each step gives NaNs of bfloat16 others."""
-    if not dtype.is_floating_point:
-        return before != now
-    was, value = before.view(dtype), now.view(dtype)
-    return (was != value) & ~(was.isnan() & value.isnan())
 
 
 def _listed(rows: RowIds, others: str) -> str:
