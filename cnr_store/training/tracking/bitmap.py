@@ -24,6 +24,7 @@ Bitmap = npt.NDArray[np.uint8]
 RowIds = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 AnyArray = np.ndarray[Any, Any]
+WORD_BYTES = 4  # of kernels that take rows of many tables
 
 
 def bitmap_bytes(rows: int) -> int:
@@ -107,30 +108,6 @@ def mark_reference(bitmap: Bitmap, rows: int, ids: AnyArray) -> int:
     return int(outside[0]) if outside.size else -1
 
 
-def mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
-    """Set the bits of the rows of `words`, ``(rows, dim)`` integers with a dim, that are not all zero."""
-    if _State.is_compiled:
-        _mark_nonzero(bitmap, np.ascontiguousarray(words).view(np.uint8))
-    else:
-        mark_nonzero_reference(bitmap, words)
-
-
-@kernel
-def _mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
-    for row in range(words.shape[0]):
-        # An OR without an early exit, so that the compiler can use vectors.
-        seen = words[row, 0]
-        for column in range(1, words.shape[1]):
-            seen |= words[row, column]
-        if seen != 0:
-            _or(np.int64(bitmap.ctypes.data) + (row >> 3), np.uint8(1 << (row & 7)))
-
-
-def mark_nonzero_reference(bitmap: Bitmap, words: AnyArray) -> None:
-    """`mark_nonzero` in numpy."""
-    bitmap |= np.packbits((words != 0).any(axis=1), bitorder="little")
-
-
 @kernel
 def mark_ids_of_tables(bitmaps: RowIds, rows: RowIds, ids: RowIds, counts: RowIds) -> int:
     """`mark` for many tables, each with an address of its bitmap and one of its ids, contiguous int64.
@@ -172,6 +149,17 @@ def mark_nonzero_of_tables(bitmaps: RowIds, rows: RowIds, gradients: RowIds, row
             for row in range(8 * index, min(8 * index + 8, count) if seen != 0 else 0):
                 if _combined(words, row * size, (row + 1) * size) != 0:
                     _or(bitmaps[table] + index, np.uint8(1 << (row & 7)))
+
+
+def mark_nonzero(bitmap: Bitmap, words: AnyArray) -> None:
+    """Set the bits of the rows of `words`, ``(rows, dim)`` integers with a dim, that are not all zero."""
+    plain = np.ascontiguousarray(words)
+    address, size = plain.ctypes.data, plain[:1].nbytes
+    if _State.is_compiled and not (address % WORD_BYTES or size % WORD_BYTES):
+        one = (np.array([each]) for each in (bitmap.ctypes.data, len(plain), address, size // WORD_BYTES))
+        mark_nonzero_of_tables(*one)
+    else:
+        bitmap |= np.packbits((plain != 0).any(axis=1), bitorder="little")
 
 
 @kernel
@@ -293,7 +281,6 @@ def compile_kernels() -> Iterator[None]:
     bitmap, ids, counts = empty_bitmap(8), np.zeros(1, np.int64), np.zeros(1, np.int64)
     # A bit is set, so that each kernel gets to its end.
     yield _mark_at(bitmap.ctypes.data, 8, ids.ctypes.data, 1)
-    yield _mark_nonzero(bitmap, np.ones((1, 4), np.uint8))
     bitmaps, rows = np.array([bitmap.ctypes.data]), np.array([8])
     yield mark_ids_of_tables(bitmaps, rows, np.array([ids.ctypes.data]), np.ones(1, np.int64))
     gradients = np.zeros(8, np.uint32)

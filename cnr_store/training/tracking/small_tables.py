@@ -17,13 +17,12 @@ import numpy as np
 from cnr_store.training.devices import support
 from cnr_store.training.model.row_arrays import MOST_ROWS_KEPT, RowArray
 from cnr_store.training.model.tensors import array_dtype
-from cnr_store.training.tracking.bitmap import Bitmap, RowIds, copy_rows_of_tables, rows_of
+from cnr_store.training.tracking.bitmap import WORD_BYTES, Bitmap, RowIds, copy_rows_of_tables, rows_of
 
 MOST_ROWS = 1 << 22
 """Of all small tables: their row numbers, of 8 bytes each, take 32 MiB at most."""
 _MOST_ROWS_OF_ONE = MOST_ROWS_KEPT
 """Larger tables are copied faster one by one, on all cores."""
-_WORD_BYTES = 4
 Words32 = np.ndarray[Any, np.dtype[np.uint32]]
 
 
@@ -71,7 +70,7 @@ class SmallTables:
             np.cumsum((counts + 7) // 8 * 8) - (counts + 7) // 8 * 8,
             held,
             np.array([place[array.table.name] for array in held], np.int64),
-            np.array([array.row_bytes // _WORD_BYTES for array in held], np.int64),
+            np.array([array.row_bytes // WORD_BYTES for array in held], np.int64),
             arrays,
         )
 
@@ -123,7 +122,7 @@ def _is_plain(array: RowArray) -> bool:
         and tensor.shape == array.shape
         and array.shape[0] <= _MOST_ROWS_OF_ONE
         and array.row_bytes > 0
-        and array.row_bytes % _WORD_BYTES == 0
+        and array.row_bytes % WORD_BYTES == 0
         and array.row_bytes * array.shape[0] == tensor.nbytes
-        and tensor.data_ptr() % _WORD_BYTES == 0
+        and tensor.data_ptr() % WORD_BYTES == 0
     )

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from cnr_store.training.model.optimizer_state import parts_of
 from cnr_store.training.model.tensors import overlapping
 from cnr_store.training.tracking import bitmap
+from cnr_store.training.tracking.bitmap import WORD_BYTES
 from cnr_store.training.tracking.optimizer_rules import Classes, may_move_untouched_rows, written_slots
 from cnr_store.training.tracking.table_tracker import Counters, TableTracker
 
@@ -38,7 +39,6 @@ _layout_of, _nbytes_of, _is_cpu = (
 _is_contiguous, _size_of = _TensorBase.is_contiguous, _TensorBase.numel
 _indices_of, _sparse_dims_of = _TensorBase._indices, _TensorBase.sparse_dim
 _shape_of, _known_version, _cdata = attrgetter("shape"), attrgetter("version"), attrgetter("_cdata")
-_WORD_BYTES = 4  # of the kernel for dense gradients
 
 
 class StepPass:
@@ -79,7 +79,7 @@ class StepPass:
         self._rows = np.array([tracker.bits.rows for tracker in self._trackers], np.int64)
         self._shapes = list(map(_shape_of, self._parameters))
         self._nbytes = [parameter.nbytes for parameter in self._parameters]
-        self._row_words = np.array(self._nbytes, np.int64) // (_WORD_BYTES * np.maximum(self._rows, 1))
+        self._row_words = np.array(self._nbytes, np.int64) // (WORD_BYTES * np.maximum(self._rows, 1))
 
     def _note_counters(self, optimizer: Optimizer, counters: Sequence[tuple[Counters, Counters]]) -> None:
         """Note what is known of the parameters, then of the slots in the order of the optimizer's state."""
@@ -214,7 +214,7 @@ class StepPass:
 
     def _flag_dense(self, tables: list[int], gradients: list[Any], left: set[int]) -> None:
         addresses = np.fromiter(map(_pointer_of, gradients), np.int64, len(gradients))
-        is_plain = not (addresses % _WORD_BYTES).any() and all(map(_is_contiguous, gradients))
+        is_plain = not (addresses % WORD_BYTES).any() and all(map(_is_contiguous, gradients))
         if not is_plain or list(map(_nbytes_of, gradients)) != [self._nbytes[table] for table in tables]:
             left.update(tables)
             return
@@ -251,7 +251,7 @@ def _is_plain(tracker: TableTracker) -> bool:
         and parameter.numel() > 0
         and not tracker.resized
         and not tracker.is_in_shared_memory
-        and parameter.nbytes // len(parameter) % _WORD_BYTES == 0  # of one row, the stride may be any number
+        and parameter.nbytes // len(parameter) % WORD_BYTES == 0  # of one row, the stride may be any number
     )
 
 
