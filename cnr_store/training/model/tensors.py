@@ -123,7 +123,8 @@ def numpy_view(tensor: torch.Tensor) -> AnyArray:
 
 def rows_view(tensor: torch.Tensor) -> AnyArray | None:
     """``(rows, columns)``: a view of a tensor with a line for each row, if its memory holds them in the array type."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not has_numpy_type(tensor.dtype):
+    is_plain = not support.is_elsewhere(tensor.device) and tensor.is_contiguous() and not tensor.is_neg()
+    if not is_plain or not has_numpy_type(tensor.dtype):
         return None
     return numpy_view(tensor).reshape(len(tensor), math.prod(tensor.shape[1:]))
 

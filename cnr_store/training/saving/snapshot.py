@@ -167,7 +167,7 @@ class Staging:
         return StagedRows(out)
 
     def stage_together(self, tables: SmallTables, ids: RowIds, edges: RowIds) -> StagedTogether | None:
-        """Copy rows of small tables: none if there is no room for all, they are of bfloat16, or no kernel is compiled.
+        """Copy rows of small tables: none if there is no room for all, or no kernel is compiled.
 
         `ids`, `edges`: as in `SmallTables.copy`.
         """
@@ -175,7 +175,7 @@ class Staging:
         ends = np.cumsum(counts * tables.words * _WORD_BYTES)
         nbytes = int(ends[-1]) if ends.size else 0
         fits = self._used_bytes + nbytes <= self.limit_bytes
-        if not (fits and tables.have_array_types and is_compiled()):
+        if not (fits and is_compiled()):
             return None
         buffer = self._take(nbytes)
         begins = ends - counts * tables.words * _WORD_BYTES

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.training.devices import support
 from cnr_store.training.model.row_arrays import MOST_ROWS_KEPT, RowArray
-from cnr_store.training.model.tensors import array_dtype
 from cnr_store.training.tracking.bitmap import WORD_BYTES, Bitmap, RowIds, copy_rows_of_tables, rows_of
 
 MOST_ROWS = 1 << 22
@@ -42,7 +40,7 @@ class SmallTables:
 
     @classmethod
     def among(cls, arrays: Sequence[RowArray], former: SmallTables | None = None) -> SmallTables:
-        """Those whose arrays are all plain: in host memory, contiguous, and of whole words a row.
+        """Those whose arrays are all plain: in host memory as they are stored, and of whole words a row.
 
         `former`: what was found before, which is returned if all arrays that may be of small tables are the same
         objects.
@@ -79,11 +77,6 @@ class SmallTables:
         """Of the arrays, by path."""
         return {array.path: position for position, array in enumerate(self.arrays)}
 
-    @cached_property
-    def have_array_types(self) -> bool:
-        """Whether rows are stored as they lie in memory: those of bfloat16 are widened."""
-        return all(array_dtype(array.dtype).itemsize == array.dtype.itemsize for array in self.arrays)
-
     def joined(self, bitmaps: Mapping[str, Bitmap]) -> Bitmap:
         """The bitmaps of all these tables as one."""
         return np.concatenate([bitmaps[name] for name in self.names]) if self.names else np.empty(0, np.uint8)
@@ -112,17 +105,7 @@ class SmallTables:
 
 
 def _is_plain(array: RowArray) -> bool:
-    if not array.table.is_plain or len(array.parts) != 1:
+    if not array.table.is_plain or array.memory is None:
         return False
-    tensor = array.parts[0].tensor
-    return (
-        not support.is_elsewhere(tensor.device)
-        and tensor.is_contiguous()
-        and not tensor.is_neg()  # its memory has the other sign
-        and tensor.shape == array.shape
-        and array.shape[0] <= _MOST_ROWS_OF_ONE
-        and array.row_bytes > 0
-        and array.row_bytes % WORD_BYTES == 0
-        and array.row_bytes * array.shape[0] == tensor.nbytes
-        and tensor.data_ptr() % WORD_BYTES == 0
-    )
+    address = array.parts[0].tensor.data_ptr()
+    return array.row_bytes > 0 and not (array.row_bytes % WORD_BYTES or address % WORD_BYTES)
