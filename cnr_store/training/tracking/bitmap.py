@@ -188,14 +188,6 @@ def _popcount(word: Any) -> Any:
     return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
 
 
-@kernel
-def _count(words: Words, last: np.uint64) -> int:
-    total = _popcount(last)
-    for word in words:
-        total += _popcount(word)
-    return np.int64(total)  # type: ignore[return-value]  # numba's integer
-
-
 def _words(bitmap: Bitmap) -> tuple[Words, np.uint64]:
     """The bitmap as 64-bit words, and the bytes left after them as one more."""
     end = bitmap.size // 8 * 8
@@ -204,31 +196,32 @@ def _words(bitmap: Bitmap) -> tuple[Words, np.uint64]:
 
 def count(bitmap: Bitmap) -> int:
     """The number of rows that are set."""
-    return int(_count(*_words(bitmap))) if _State.is_compiled else count_reference(bitmap)
+    total = np.zeros(1, np.int64)
+    add_counts(bitmap, 0, 1 << 62, total)
+    return int(total[0])
 
 
 @kernel
-def _count_blocks(bitmap: Bitmap, first_row: int, block_rows: int, out: RowIds) -> None:
-    for index in range(bitmap.size):
-        byte = bitmap[index]
-        if byte == 0:
+def _count_blocks(words: Words, last: np.uint64, first_row: int, shift: int, out: RowIds) -> None:
+    for index in range(words.size + (1 if last != 0 else 0)):  # no block may begin where the bitmap ends
+        word = words[index] if index < words.size else last
+        row = first_row + index * 64
+        if row >> shift == (row + 63) >> shift:
+            out[row >> shift] += np.int64(_popcount(word))
             continue
-        row = first_row + index * 8
-        if row // block_rows == (row + 7) // block_rows:
-            out[row // block_rows] += np.int64(_popcount(np.uint64(byte)))
-            continue
-        for bit in range(8):
-            if byte >> bit & 1:
-                out[(row + bit) // block_rows] += 1
+        while word != 0:
+            lowest = word & (~word + np.uint64(1))
+            out[(row + np.int64(_popcount(lowest - np.uint64(1)))) >> shift] += 1
+            word ^= lowest
 
 
 def add_counts(bitmap: Bitmap, first_row: int, block_rows: int, out: RowIds) -> None:
-    """Add to `out`, ``(blocks,)``, how many rows are set of each `block_rows` rows of a table.
+    """Add to `out`, ``(blocks,)``, how many rows are set of each `block_rows` rows of a table: a power of two.
 
     `first_row`: the row of the table that is row 0 of the bitmap.
     """
     if _State.is_compiled:
-        _count_blocks(bitmap, first_row, block_rows, out)
+        _count_blocks(*_words(bitmap), first_row, block_rows.bit_length() - 1, out)
     else:
         add_counts_reference(bitmap, first_row, block_rows, out)
 
@@ -237,11 +230,6 @@ def add_counts_reference(bitmap: Bitmap, first_row: int, block_rows: int, out: R
     """`add_counts` in numpy."""
     rows = first_row + np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
     out += np.bincount(rows // block_rows, minlength=out.size)
-
-
-def count_reference(bitmap: Bitmap) -> int:
-    """`count` in numpy."""
-    return int(np.unpackbits(bitmap).sum())
 
 
 @kernel
@@ -287,7 +275,6 @@ def compile_kernels() -> Iterator[None]:
     yield mark_nonzero_of_tables(bitmaps, rows, np.array([gradients.ctypes.data]), np.ones(1, np.int64))
     one, at = np.zeros(1, np.int64), np.array([gradients.ctypes.data])
     yield copy_rows_of_tables(at, one, one, one + 1, one, at)
-    yield _count(*_words(bitmap))
     yield _rows_of(*_words(bitmap), counts)
-    yield _count_blocks(bitmap, 0, 8, counts)
+    yield _count_blocks(*_words(bitmap), 0, 3, counts)
     _State.is_compiled = True

@@ -81,7 +81,7 @@ def test_marking_equals_its_reference_and_stops_at_the_first_id_out_of_range(
 @compiles
 @given(npst.arrays(np.uint8, st.integers(0, 70)), st.integers(0, 600))
 def test_counting_and_listing_equal_their_references(packed: bitmap.Bitmap, rows: int) -> None:
-    assert bitmap.count(packed) == bitmap.count_reference(packed)
+    assert bitmap.count(packed) == int(np.unpackbits(packed).sum())
     np.testing.assert_array_equal(bitmap.rows_of(packed, rows), bitmap.rows_of_reference(packed, rows))
 
 
