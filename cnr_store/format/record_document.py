@@ -22,7 +22,7 @@ from cnr_store.format import layout, validate
 from cnr_store.format.arrays import MAX_DIMENSIONS, Doc, group_document
 from cnr_store.format.entry_lists import pack_entries, unpack_entries
 from cnr_store.format.layout import ESCAPED_NAMES, FEATURES, FOLDS, FORMAT, VERSIONS
-from cnr_store.format.record import COUNTS, ArrayEntry, Record
+from cnr_store.format.record import ArrayEntry, Record
 from cnr_store.format.state import dumps, loads
 from cnr_store.format.stored_paths import check_stored
 from cnr_store.format.validate_policy import prove_policy
@@ -30,7 +30,6 @@ from cnr_store.format.validate_policy import prove_policy
 # The digest is that of the record with this in its place, since no text can hold its own.
 NO_DIGEST = "0" * 64
 _OF_ROWS = {"base", "rows", "codec"}
-_OF_NO_ROWS: Doc = {"base": None, "rows": 0, "codec": None, "boundaries": (), **dict.fromkeys(COUNTS, 0)}
 _DIMENSIONS = (range(1, 3), range(MAX_DIMENSIONS + 1))
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 MAX_RECORD_BYTES = 64 << 20
@@ -170,15 +169,13 @@ def _entry(doc: Doc, bounded: bool) -> ArrayEntry:
     if "boundaries" in doc and not bounded:
         raise ValueError(f"it has boundaries, and the record does not require {layout.COLUMN_BOUNDARIES}")
     is_dense = doc["kind"] == "dense"
-    members = {**doc, "nbytes": doc["bytes"], "stored": None, "features": ()}
-    if is_dense:
-        members |= _OF_NO_ROWS
-    elif not doc.keys() >= _OF_ROWS:
+    if not is_dense and not doc.keys() >= _OF_ROWS:
         raise ValueError(f"it lacks {', '.join(sorted(_OF_ROWS - doc.keys()))}")
+    members = {**doc, "nbytes": doc["bytes"], "stored": None, "features": ()}
     entry: ArrayEntry = validate.proven(members, ArrayEntry, "it")
     validate.check_sizes(entry.shape, "shape", not is_dense, _DIMENSIONS[is_dense])
     if is_dense:
-        return entry
+        return ArrayEntry("dense", entry.shape, entry.element, nbytes=entry.nbytes, aliases=entry.aliases)
     if entry.kind != ("whole" if entry.base is None else "delta") or entry.codec is None:
         raise ValueError(f"an array of kind {entry.kind:.60} with base {entry.base}, or without a codec")
     if entry.rows > entry.shape[0]:

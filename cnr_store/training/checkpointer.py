@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.fencing import warn_live_writer
-from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, StateError
+from cnr_store.errors import CheckpointError, ClosedError, EmptyStoreError, OptionError, StateError
 from cnr_store.maintenance.collection.rules import Rules
 from cnr_store.options import (
     Failures,
@@ -343,7 +343,10 @@ class Checkpointer:
     def _load(
         self, version: Version, fallback: bool, selection: Selection, salvage: bool, goes_on: bool = True
     ) -> Restored:
-        self._loader.check_options(fallback, selection)
+        if fallback and not selection.whole:
+            raise OptionError(
+                "fallback=True works only for complete loads: leave tables, tensors, rows and strict out"
+            )
         with self._guard.enter("load"):
             self._check_open()
             self._follow_model()

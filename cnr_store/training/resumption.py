@@ -67,14 +67,6 @@ class Loader:
     saves: SaveQueue
     group: Group
 
-    @staticmethod
-    def check_options(fallback: bool, selection: Selection) -> None:
-        """Refuse options that contradict each other."""
-        if fallback and not selection.whole:
-            raise OptionError(
-                "fallback=True works only for complete loads: leave tables, tensors, rows and strict out"
-            )
-
     def load(
         self, version: Version, fallback: bool, selection: Selection, salvage: bool, goes_on: bool
     ) -> Restored:

@@ -62,8 +62,8 @@ class Match:
     grown: dict[str, tuple[int, int]] = field(default_factory=dict)
     # Element type stored and in the model, by name
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
-    # What a tied name is the same as in the version and in the model, by that name
-    retied: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # Further differences, in words
+    retied: list[str] = field(default_factory=list)
     # Modules to which entries are left that they may take in another shape, or under other names. None if nothing is.
     loaders: Loaders | None = None
     excluded: Exclusion = NOTHING  # what is left as it is in the model
@@ -96,8 +96,13 @@ class Match:
 
     def warn(self) -> None:
         """Log what was passed over, if that was asked for."""
-        if self.selection.strict == "report" and (differences := self._differences()):
-            log.warning("%s is loaded as far as it fits the model: %s", self.where, differences)
+        named = {"only in the model": self.missing, "only in the store": self.unexpected}
+        parts = [f"{title}: {', '.join(names)}" for title, names in named.items() if names]
+        parts += [f"{name} grew from {old} rows to {new}" for name, (old, new) in self.grown.items()]
+        parts += [f"{name} is stored in {old} and becomes {new}" for name, (old, new) in self.cast.items()]
+        parts += self.retied
+        if self.selection.strict == "report" and parts:
+            log.warning("%s is loaded as far as it fits the model: %s", self.where, "; ".join(parts))
 
     def take_tables(self, stored: Mapping[str, ArrayEntry], tables: Sequence[Table]) -> None:
         """Compare the tables chosen."""
@@ -169,7 +174,7 @@ class Match:
         loaded = {table_parameter(fit.table.name) for fit in self.tables} | self.tensors.keys()
         for name, owner in model.items():
             if owner in loaded and stored.get(name, owner) != owner:
-                self.retied[name] = (stored[name], owner)
+                self.retied.append(f"{name} was {stored[name]} and gets the values of {owner}")
                 self.differs(
                     f"{name!r} is the same as {owner!r} in the model and as {stored[name]!r} in {self.where}; tie it "
                     f"as it was saved, or {IGNORE} the values of {owner!r} into both"
@@ -224,20 +229,6 @@ class Match:
         return {
             name for name in chosen if not excluded.fits(name, table_parameter(name) if is_table else name)
         }
-
-    def _differences(self) -> str:
-        """All that was passed over, in words; empty if nothing was."""
-        parts = [
-            f"{title}: {', '.join(names)}"
-            for title, names in (("only in the model", self.missing), ("only in the store", self.unexpected))
-            if names
-        ]
-        parts += [f"{name} grew from {old} rows to {new}" for name, (old, new) in self.grown.items()]
-        parts += [f"{name} is stored in {old} and becomes {new}" for name, (old, new) in self.cast.items()]
-        parts += [
-            f"{name} was {old} and gets the values of {new}" for name, (old, new) in self.retied.items()
-        ]
-        return "; ".join(parts)
 
 
 def match_model(

@@ -27,12 +27,16 @@ from cnr_store.training.model.optimizer_state import (
     optimizer_tree,
     row_slots,
 )
-from cnr_store.training.model.row_arrays import RowArray, key_of
+from cnr_store.training.model.row_arrays import RowArray, key_of, slot_parts
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import dtype_named, may_overlap_itself
 from cnr_store.training.model.trained_model import TrainedModel
 
 Slots = dict[str, dict[str, torch.Tensor]]
+Settings = Mapping[str, Mapping[str, float]]
+Target = tuple[str, TableFit, tuple[LocalPiece, ...]]
+"""Of an array to read by rows, the path in the version, the table, and the memory to fill."""
+
 _BEGIN_AT_ZERO = (SGD, Adam, AdamW, RMSprop, SparseAdam)
 """Exact classes whose state of a row that was never trained is zero."""
 
@@ -75,11 +79,12 @@ class OptimizerFit:
                 f"of {stored.dtype} is stored whole, not by rows: load without the optimizer"
             )
 
-    def targets(self) -> Iterator[tuple[str, TableFit, torch.Tensor]]:
-        """Path, table and tensor of all state that is read by rows."""
+    def targets(self) -> Iterator[Target]:
+        """All state that is read by rows."""
         for name, slots in self.slots.items():
             for slot in self.tree["slots"][name]:
-                yield slot_path(name, slot), self.fits[name], slots[key_of(slot)]
+                path, fit = slot_path(name, slot), self.fits[name]
+                yield path, fit, slot_parts(fit.table, path, slots[key_of(slot)])
 
     def expected_slots(self) -> Slots:
         """By table, the state to which the next save compares the optimizer's.
@@ -124,18 +129,17 @@ class OptimizerFit:
 def fit_optimizers(
     match: Match,
     optimizers: Sequence[Optimizer],
-    moved: MovedTables,
+    trees: Sequence[Tree],
     names: Mapping[int, str],
     loaded: Collection[str],
 ) -> list[OptimizerFit]:
     """The optimizers whose state is loaded; what differs goes into `match`.
 
-    `moved`: the stored state of each optimizer of the version.
+    `trees`: the stored state of each optimizer of the version.
     `names`: ``id(parameter)`` to name.
     `loaded`: names of the parameters that are loaded.
     """
-    everything, trees = match.selection.everything, moved.trees
-    loaded = {*loaded} - moved.without_state
+    everything = match.selection.everything
     if len(trees) < len(optimizers) or (everything and len(trees) > len(optimizers)):
         stored = f"holds the state of {len(trees)} optimizers" if trees else "was saved without an optimizer"
         match.differs(
@@ -261,19 +265,9 @@ def _target(optimizer: Optimizer, fit: TableFit, slot: str, entry: ArrayEntry) -
     return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
-@dataclass
-class MovedTables:
-    """What a version holds of optimizers, as if each table had been trained then by what trains it now."""
-
-    trees: list[Tree]  # of the optimizers that step
-    fused: Tree | None  # of TorchRec's; None if there is none
-    # Names of the parameters whose state is of the other kind of optimizer
-    without_state: set[str] = field(default_factory=set)
-
-
 def move_tables(
     match: Match, trained: TrainedModel, trees: Sequence[Tree], fused: Tree | None, names: Mapping[int, str]
-) -> MovedTables:
+) -> tuple[list[Tree], Tree | None, set[str]]:
     """Find the tables that another kind of optimizer trained; state that is kept for their rows goes into `match`.
 
     How a table is sharded decides whether TorchRec's fused optimizers train it: one that every rank has whole is
@@ -281,32 +275,35 @@ def move_tables(
     as if the table had always been where it is now. Settings, such as the learning rate, stay those of the optimizer
     that trains the table now.
 
-    `trees`, `fused`: the stored state of the optimizers that step, and of TorchRec's.
+    `trees`, `fused`: the stored state of the optimizers that step, and of TorchRec's; None if there is none.
     `names`: ``id(parameter)`` to name.
+
+    Returns: `trees` and `fused`, as if each table had been trained then by what trains it now; and the names of the
+    parameters whose state is of the other kind of optimizer.
     """
-    moved = MovedTables([*trees], fused)
+    trees, without_state = [*trees], set[str]()
     was_fused = {name for group in fused["param_groups"] for name in group["params"]} if fused else set()
     for table in (fit.table for fit in match.tables):
         name, is_fused = table.parameter_name, table.is_fused
         kept, now = list[str](), list[str]()
         if is_fused and trained.fused_position is not None and name not in was_fused:
-            stepped = [tree for tree in moved.trees if name in _trained_by(tree)]
-            moved.trees = [_without(tree, table) for tree in moved.trees]
-            if stepped and moved.fused is None:
-                moved.fused = {"class": "", "param_groups": [], "state": {}, "slots": {}, "other": {}}
+            stepped = [tree for tree in trees if name in _trained_by(tree)]
+            trees = [_without(tree, table) for tree in trees]
+            if stepped and fused is None:
+                fused = {"class": "", "param_groups": [], "state": {}, "slots": {}, "other": {}}
             kept = [slot for tree in stepped for slot in tree["slots"].get(table.name, ())]
             now = [*table.sharded.slots] if stepped and table.sharded is not None else []
-        elif not is_fused and name in was_fused and moved.fused is not None:
-            for position, optimizer in enumerate(trained.optimizers[: len(moved.trees)]):
+        elif not is_fused and name in was_fused and fused is not None:
+            for position, optimizer in enumerate(trained.optimizers[: len(trees)]):
                 for group in optimizer.param_groups:
                     if any(one is table.parameter for one in group["params"]):
-                        kept = [*moved.fused["slots"].get(table.name, ())]
+                        kept = [*fused["slots"].get(table.name, ())]
                         mates = {names.get(id(one)) for one in group["params"]}
-                        moved.trees[position] = _joined(moved.trees[position], name, mates, group)
-                        moved.fused = _without(moved.fused, table)
+                        trees[position] = _joined(trees[position], name, mates, group)
+                        fused = _without(fused, table)
                         now = [*row_slots(optimizer, table.parameter)]
         if kept or now:
-            moved.without_state.add(name)
+            without_state.add(name)
             match.lacks(
                 [f"state of {name!r}"],
                 f"table {table.name!r}: {'a fused optimizer trains' if is_fused else 'an optimizer steps'} it now, and "
@@ -314,9 +311,9 @@ def move_tables(
                 f"({', '.join(kept) or 'nothing'}) is not loaded. Shard the table as it was, or {IGNORE} the rest "
                 "without that state",
             )
-    if moved.fused is not None and not moved.fused["param_groups"] and trained.fused_position is None:
-        moved.fused = None
-    return moved
+    if fused is not None and not fused["param_groups"] and trained.fused_position is None:
+        fused = None
+    return trees, fused, without_state
 
 
 def _trained_by(tree: Tree) -> set[str]:
@@ -348,24 +345,6 @@ def _joined(tree: Tree, name: str, mates: set[str | None], now: Mapping[str, Any
     return {**tree, "param_groups": groups}
 
 
-Settings = Mapping[str, Mapping[str, float]]
-
-
-@dataclass
-class FusedFit:
-    """What TorchRec's optimizers are to get."""
-
-    # Of what is read by rows, the path in the version, the table, and the memory to fill
-    targets: list[tuple[str, TableFit, tuple[LocalPiece, ...]]] = field(default_factory=list)
-    _settings: Settings = field(default_factory=dict)
-
-    def assign_settings(self, trained: TrainedModel) -> None:
-        """Give the optimizers their learning rates, and what else they count."""
-        for table, sharded in trained.fused_tables:
-            if table.parameter_name in self._settings:
-                sharded.assign_settings(self._settings[table.parameter_name])
-
-
 def split_trees(trees: Sequence[Tree]) -> tuple[list[Tree], Tree | None]:
     """The stored trees of optimizers that step, and that of TorchRec's."""
     fused = next((tree for tree in trees if tree["class"] == FUSED), None)
@@ -373,46 +352,52 @@ def split_trees(trees: Sequence[Tree]) -> tuple[list[Tree], Tree | None]:
 
 
 def fit_fused(
-    match: Match, trained: TrainedModel, moved: MovedTables, arrays: Mapping[str, ArrayEntry]
-) -> FusedFit:
+    match: Match,
+    trained: TrainedModel,
+    tree: Tree | None,
+    without_state: Collection[str],
+    arrays: Mapping[str, ArrayEntry],
+) -> tuple[list[Target], Settings]:
     """Compare what TorchRec's optimizers keep with what is stored; what differs goes into `match`.
 
     A row-wise optimizer keeps one number for each row and column shard. What it would be for other columns can't be
     told from it, so this state fits the column shards alone that were saved.
 
-    `moved`: the stored state, and the tables that were stepped when it was saved.
+    `tree`, `without_state`: from `move_tables`.
     `arrays`: the version's.
+
+    Returns: The state to read, and by name of the parameter what to give the optimizers: rates, and what they count.
     """
-    fused, everything, tree = FusedFit(), match.selection.everything, moved.fused
+    targets, settings, everything = list[Target](), dict[str, Any](), match.selection.everything
     if trained.fused_position is None:
         if tree is not None and everything:
             match.unexpected.append("state of TorchRec's optimizer")
-        return fused
+        return targets, settings
     if tree is None:
         match.lacks(
             ["state of TorchRec's optimizer"],
             f"{match.where} holds no state of TorchRec's optimizer; load without dmp.fused_optimizer, or {IGNORE} the "
             "model without it",
         )
-        return fused
+        return targets, settings
     if everything:
         settings = {
             name: {key: value for key, value in group.items() if key != "params"}
             for group in tree["param_groups"]
             for name in group["params"]
         }
-        fused._settings = _settings_of_kernels(settings, trained, match.where)
+        settings = _settings_of_kernels(settings, trained, match.where)
     fits = {fit.table.name: fit for fit in match.tables}
     by_path = {array.path: array for array in trained.row_arrays()}
     for table, sharded in trained.fused_tables:
         fit = fits.get(table.name)
-        if fit is None or table.parameter_name in moved.without_state:
+        if fit is None or table.parameter_name in without_state:
             continue
         kept = {slot: by_path[slot_path(table.name, slot)] for slot in sharded.slots}
         paths = {slot: slot_path(table.name, slot) for slot in tree["slots"].get(table.name, ())}
         if _state_fits(match, table, kept, {slot: arrays[path] for slot, path in paths.items()}):
-            fused.targets += [(paths[slot], fit, array.parts) for slot, array in kept.items()]
-    return fused
+            targets += [(paths[slot], fit, array.parts) for slot, array in kept.items()]
+    return targets, settings
 
 
 def _state_fits(
@@ -449,7 +434,7 @@ def _shards(shape: Sequence[int], boundaries: tuple[int, ...]) -> tuple[int, ...
     return boundaries or (() if shape[1:] not in ((), (1,)) else (0,))
 
 
-def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) -> Settings:
+def _settings_of_kernels(stored: Settings, trained: TrainedModel, where: str) -> dict[str, Any]:
     """What each table's kernels get. TorchRec may have joined tables in a kernel that were in several.
 
     What is counted takes its greatest value: a new table's kernel began to count later.

@@ -27,12 +27,12 @@ from cnr_store.training.devices.staging import DeviceRows, rows_there
 from cnr_store.training.distributed.dtensors import copy_whole, is_dtensor
 from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.load_result import Restored
-from cnr_store.training.loading.match import TableFit, match_model
+from cnr_store.training.loading.match import match_model
 from cnr_store.training.loading.module_load import ModuleLoad
 from cnr_store.training.loading.optimizer_fit import (
-    MovedTables,
     OptimizerFit,
     Slots,
+    Target,
     fit_fused,
     fit_optimizers,
     move_tables,
@@ -58,9 +58,8 @@ from cnr_store.training.model.dense_state import (
 )
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import spread_state
-from cnr_store.training.model.optimizer_state import load_optimizer
+from cnr_store.training.model.optimizer_state import Tree, load_optimizer
 from cnr_store.training.model.rng_state import seed_rng, set_rng_state
-from cnr_store.training.model.row_arrays import slot_parts
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import (
     AnyArray,
@@ -130,9 +129,9 @@ class Restore:
         if trained.optimizers or trained.fused_position is not None:
             named = self._stepping if fused is None else [*self._stepping, fused]
             check_slots(named, self._match.rows, record.arrays, self._match.where)
-        moved = move_tables(self._match, trained, self._stepping, fused, self._names)
-        self._fused = fit_fused(self._match, trained, moved, record.arrays)
-        self._fits = self._fit_optimizers(moved) if trained.optimizers else []
+        trees, fused, without = move_tables(self._match, trained, self._stepping, fused, self._names)
+        self._fused, self._settings = fit_fused(self._match, trained, fused, without, record.arrays)
+        self._fits = self._fit_optimizers(trees, without) if trained.optimizers else []
         if selection.everything:
             self._compare_rest()
         self._match.prove()
@@ -162,13 +161,13 @@ class Restore:
             for fit in self._match.tables
         )
 
-    def _fit_optimizers(self, moved: MovedTables) -> list[OptimizerFit]:
+    def _fit_optimizers(self, trees: Sequence[Tree], without_state: set[str]) -> list[OptimizerFit]:
         match, excluded = self._match, self._trained.excluded
         names = {name for name in self._names.values() if not excluded.has(name)}
         chosen = {fit.table.parameter_name for fit in match.tables} | match.tensors.keys()
         # Whole: state of parameters, too, that a hook keeps out of the model's state dict.
-        loaded = names if match.selection.whole else chosen
-        fits = fit_optimizers(match, self._trained.optimizers, moved, self._names, loaded)
+        loaded = (names if match.selection.whole else chosen) - without_state
+        fits = fit_optimizers(match, self._trained.optimizers, trees, self._names, loaded)
         match.prove()
         self._trained.row_arrays()  # raises if two keep state of one name for one table
         for fit in fits:
@@ -225,7 +224,9 @@ class Restore:
             if fit.settings or "whole" not in fit.tree:  # of which no part is loaded
                 self._load_optimizer(fit)
             self._trained.slot_names.follow(fit.optimizer, fit.tree["slots"])
-        self._fused.assign_settings(self._trained)
+        for table, sharded in self._trained.fused_tables:
+            if table.parameter_name in self._settings:
+                sharded.assign_settings(self._settings[table.parameter_name])
         self._trained.purge_caches()
         if self._match.selection.everything:
             for name, value in self._objects.items():
@@ -253,15 +254,9 @@ class Restore:
         self, transfer: Transfer, learn: Learn | None
     ) -> tuple[dict[str, Bitmap], dict[str, SalvagedRows]]:
         """Fill the rows; what changed since its whole version by path, what was salvaged by table and slot."""
-        targets: list[tuple[str, TableFit, tuple[LocalPiece, ...]]] = [
-            (fit.table.path, fit, fit.table.parts) for fit in self._match.tables
-        ]
-        targets += [
-            (path, fit, slot_parts(fit.table, path, tensor))
-            for each in self._fits
-            for path, fit, tensor in each.targets()
-        ]
-        targets += self._fused.targets
+        targets: list[Target] = [(fit.table.path, fit, fit.table.parts) for fit in self._match.tables]
+        targets += [target for each in self._fits for target in each.targets()]
+        targets += self._fused
         fills: list[Fill] = []
         exact: dict[str, Fill] = {}
         for path, fit, parts in targets:
