@@ -19,7 +19,6 @@ from cnr_store.format import (
     state,
     state_arrays,
     validate,
-    validate_policy,
 )
 from cnr_store.policies import checks, past
 from cnr_store.training.model.object_state import MAX_METADATA_BYTES
@@ -82,7 +81,7 @@ PHRASES = (
     f"stride is at most {state_arrays.SPARSEST} times the number of elements.",
     f"Integers have at most {state.MAX_INTEGER_BITS:,} bits.",
     f"is at most {state.MAX_DEPTH} levels deep.",
-    f"Of more than {validate_policy.MAX_RANKS_LISTED} ranks, `bytes` and `seconds` are objects",
+    f"Of more than {record_document.MAX_RANKS_LISTED} ranks, `bytes` and `seconds` are objects",
     f"a list of 1 to {layout.MAX_RANKS:,} digests",
     f"Arrays of more than {_size(state_arrays.INLINE_BYTES)} stand beside the state",
     f"a row codec, at most {_WORDS[MAX_FOLLOWERS]} codecs from bytes to bytes",

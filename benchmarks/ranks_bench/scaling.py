@@ -14,7 +14,7 @@ from benchmarks.ranks_bench.counting import CountedBackend
 from benchmarks.ranks_bench.recorded import Parcel, run_ranks
 from benchmarks.ranks_bench.rows import Model, NoRows, SizesBackend, TableShape
 from benchmarks.ranks_bench.save import fixed_names, save
-from cnr_store.format.stored_paths import moved_nodes
+from cnr_store.format.layout import moved_nodes
 from cnr_store.ranks.decisions import decode
 from cnr_store.ranks.placement import Placement
 from cnr_store.training.saving import tally

@@ -23,11 +23,11 @@ from cnr_store.format.layout import (
     RELATIVE,
     VERSIONS,
     is_shared,
+    moved_nodes,
     record_key,
     seal,
     version_key,
 )
-from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.format.validate import Percent, Sizes, Time, VersionText
 from cnr_store.policies.checks import Natural
 
@@ -59,7 +59,7 @@ class ArrayEntry:
     # Of optimizer state with a column for each column shard of its table: where in the table each begins, and behind
     # them the table's columns. Else empty.
     boundaries: tuple[Natural, ...] = ()
-    # Path that its objects lie under, if that is not the plain path of its name (`stored_paths`)
+    # Path that its objects lie under, if that is not the plain path of its name (`layout`)
     stored: str | None = None
     # Of the rows written on a grid: how many are stored as they are, how many on a finer step than that of the array,
     # and how many are zeros there. Folds, whose rows were moved, have no counts.

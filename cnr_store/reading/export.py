@@ -23,7 +23,7 @@ from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader, region_rows
 from cnr_store.chains.dense import dense_layout, dense_object
 from cnr_store.errors import CorruptionError, OptionError, option
-from cnr_store.format import layout, stored_paths
+from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.format.safetensors import VERSION_NOTE, Header, encode_header, itemsize_of, place_tensors
 from cnr_store.reading.atomic_output import Target, check_apart, new_file, new_folder
@@ -186,7 +186,7 @@ def _write_group(
         if overwrite:
             _remove_objects(place, options, transfer)
         # No name is too long for a file, and no two meet on disks that fold case.
-        stored = stored_paths.place(sorted(paths.values()), {})
+        stored = layout.place(sorted(paths.values()), {})
         group = _new_group(place, options, list(stored.values()))
         for path, target_path in stored.items():
             if record.arrays[path].kind == "dense":

@@ -15,8 +15,8 @@ from cnr_backends import Backend, KeyNameError, ObjectTooShortError, Transfer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
 from cnr_store.errors import OptionError
+from cnr_store.format.layout import place
 from cnr_store.format.record import Record
-from cnr_store.format.stored_paths import place
 from cnr_store.reading.atomic_output import Target, new_file, new_folder
 from cnr_store.reading.opening import model_arrays
 

@@ -15,8 +15,8 @@ from cnr_codecs.lattice.segments import RowCounts
 from cnr_store.errors import SaveError
 from cnr_store.format.arrays import Doc
 from cnr_store.format.grid import Counts, Grid, choose_grid, count_blocks
+from cnr_store.format.layout import place
 from cnr_store.format.record import ArrayEntry
-from cnr_store.format.stored_paths import place
 from cnr_store.ranks.placement import Placement
 from cnr_store.writing.row_codes import Array, Block, CodedRows, RowCodes, Rows, encode_block
 from cnr_store.writing.scales import ScaleSample

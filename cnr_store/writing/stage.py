@@ -28,9 +28,9 @@ from cnr_codecs.lattice.segments import RowCounts
 from cnr_store.errors import SaveError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node, dense_document, dense_grid, document_bytes, rows_document
+from cnr_store.format.layout import moved_nodes
 from cnr_store.format.manifest import Part
 from cnr_store.format.record import ArrayEntry
-from cnr_store.format.stored_paths import moved_nodes
 from cnr_store.ranks.fragments import BytesLike
 from cnr_store.ranks.protocol import Team
 from cnr_store.writing.exchange import Exchange, joined, positions_of

@@ -23,13 +23,11 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.fencing import Seen
 from cnr_store.errors import CheckpointError, CorruptionError, SaveError
 from cnr_store.format import layout
-from cnr_store.format.layout import MAX_RANKS, STATE_PARTS, ClaimId, VersionId
+from cnr_store.format.layout import MAX_RANKS, STATE_PARTS, ClaimId, VersionId, moved_nodes
 from cnr_store.format.manifest import Manifest, encode_manifest
 from cnr_store.format.record import Record, required_features
-from cnr_store.format.record_document import decode_record, encode_record, encode_void
+from cnr_store.format.record_document import MAX_RANKS_LISTED, decode_record, encode_record, encode_void
 from cnr_store.format.state import dumps
-from cnr_store.format.stored_paths import moved_nodes
-from cnr_store.format.validate_policy import MAX_RANKS_LISTED
 from cnr_store.ranks.decisions import error_document, error_from
 from cnr_store.ranks.group import Document
 from cnr_store.ranks.protocol import Team

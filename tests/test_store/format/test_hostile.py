@@ -18,7 +18,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store import CorruptionError
-from cnr_store.format.stored_paths import escape
+from cnr_store.format.layout import escape
 from tests.nightly import of_today
 from tests.test_store.format.wrong_values import NO_LIST, NO_MEMBER, NO_NUMBER, NO_OBJECT, NO_SHAPE, Forge
 from tests.test_store.support.tampering import (

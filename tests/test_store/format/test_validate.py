@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cnr_store.format.record_document import prove_policy
 from cnr_store.format.validate import (
     Digests,
     Time,
@@ -18,7 +19,6 @@ from cnr_store.format.validate import (
     proven,
     sizes,
 )
-from cnr_store.format.validate_policy import prove_policy
 from cnr_store.policies.checks import MOST, Natural
 
 VERSION = "000003-0123abcd.00000042"

@@ -9,7 +9,7 @@ _PROGRAM = """
 import sys, threading
 from cnr_store.format.record import Record
 from cnr_store.format.validate import proven
-from cnr_store.format.validate_policy import prove_policy
+from cnr_store.format.record_document import prove_policy
 
 sys.setswitchinterval(1e-6)
 barrier, found = threading.Barrier(8), []

@@ -21,7 +21,7 @@ import cnr_store
 from cnr_backends import BackendError
 from cnr_codecs import CodecError
 from cnr_store import Checkpointer, CheckpointError, CorruptionError
-from cnr_store.format.entry_lists import unpack_entries
+from cnr_store.format.record_document import unpack_entries
 from cnr_store.format.state import dumps
 
 ROWS, DIM = 3000, 16

@@ -22,8 +22,7 @@ from cnr_backends.testing import FoldingBackend
 from cnr_store import Checkpointer, CorruptionError, UnsupportedModelError
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.dcp import Reader, Writer
-from cnr_store.format.layout import weight_path
-from cnr_store.format.stored_paths import escape
+from cnr_store.format.layout import escape, weight_path
 from tests.test_store.cli.command import cnr
 from tests.test_store.support.tampering import Forgery
 from tests.test_store.support.zarr_nodes import array_of

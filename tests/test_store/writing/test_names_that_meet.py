@@ -17,7 +17,7 @@ from cnr_backends import Backend, open_backend
 from cnr_backends.testing import FoldingBackend
 from cnr_store import Checkpointer
 from cnr_store.catalog.catalog import Catalog
-from cnr_store.format.stored_paths import place
+from cnr_store.format.layout import place
 from tests.test_docs import block
 from tests.test_store.golden.golden_jobs import JOBS
 from tests.test_store.golden.golden_values import Golden
