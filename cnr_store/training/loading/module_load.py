@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from cnr_store.errors import ModelMismatchError
-from cnr_store.training.distributed.dtensors import is_dtensor, local_of
+from cnr_store.training.distributed.pieces import is_dtensor, local_of
 from cnr_store.training.loading.match import Match
 from cnr_store.training.loading.validate_state import PARTLY, accepted
 from cnr_store.training.model.dense_state import EXTRA_STATE, Loaders, is_overridden, state_root, users_hooks
 from cnr_store.training.model.names import clean_name, state_names, wrapper_paths
 from cnr_store.training.model.tables import Table
-from cnr_store.training.tracking.version_counter import VersionCounter
+from cnr_store.training.tracking.table_tracker import VersionCounter
 
 
 class ModuleLoad:

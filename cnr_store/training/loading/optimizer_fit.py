@@ -12,8 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from cnr_store.errors import ModelMismatchError
 from cnr_store.format.layout import slot_path
 from cnr_store.format.record import ArrayEntry
-from cnr_store.training.distributed.dtensors import is_dtensor
-from cnr_store.training.distributed.pieces import LocalPiece
+from cnr_store.training.distributed.pieces import LocalPiece, is_dtensor
 from cnr_store.training.loading.match import Match, TableFit
 from cnr_store.training.loading.validate_state import settings_of, wrapper_of
 from cnr_store.training.model.arguments import IGNORE

@@ -24,8 +24,7 @@ from cnr_store.format.layout import dense_path
 from cnr_store.format.record import Record
 from cnr_store.ranks.group import Alone, Group
 from cnr_store.training.devices.staging import DeviceRows, rows_there
-from cnr_store.training.distributed.dtensors import copy_whole, is_dtensor
-from cnr_store.training.distributed.pieces import LocalPiece
+from cnr_store.training.distributed.pieces import LocalPiece, copy_whole, is_dtensor
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.loading.match import match_model
 from cnr_store.training.loading.module_load import ModuleLoad

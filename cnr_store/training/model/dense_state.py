@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import ModelMismatchError, UnsupportedModelError
-from cnr_store.training.distributed.dtensors import is_dtensor
+from cnr_store.training.distributed.pieces import is_dtensor
 from cnr_store.training.model.names import (
     clean_name,
     parameter_names,

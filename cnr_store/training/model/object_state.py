@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from cnr_store.errors import OptionError, StateError, UnsupportedModelError
 from cnr_store.format.state import MAX_DEPTH, dumps, encode_state
 from cnr_store.format.state_arrays import ArrayLeaf, Leaf, OfClass
-from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor, spread_like
+from cnr_store.training.distributed.pieces import check_follows, held_pieces, is_dtensor, spread_like
 from cnr_store.training.model.names import class_name
 from cnr_store.training.model.tensors import dense_numpy, dense_type, dtype_name, kept_strides
 from cnr_store.writing.plan import DensePiece

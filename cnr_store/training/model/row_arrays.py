@@ -16,8 +16,13 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.grid import MAX_CHUNK_DECODED_BYTES
 from cnr_store.format.layout import decode_name, slot_path
 from cnr_store.training.devices.support import failing_saves
-from cnr_store.training.distributed.dtensors import check_follows, held_pieces, is_dtensor
-from cnr_store.training.distributed.pieces import LocalPiece, by_column
+from cnr_store.training.distributed.pieces import (
+    LocalPiece,
+    by_column,
+    check_follows,
+    held_pieces,
+    is_dtensor,
+)
 from cnr_store.training.model.optimizer_state import row_slots
 from cnr_store.training.model.tables import Table
 from cnr_store.training.model.tensors import (
@@ -201,8 +206,6 @@ class RowArrays:
 
 
 def _place(key: str, tensor: torch.Tensor) -> _Place:
-    if is_dtensor(tensor):  # which has no address
-        return key, id(tensor), 0, tuple(tensor.shape), tensor.dtype, False
     is_plain = tensor.is_contiguous() and not tensor.is_neg()  # torch may negate values as they are read
     return key, id(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype, is_plain
 

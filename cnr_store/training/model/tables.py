@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import table_name, weight_path
-from cnr_store.training.distributed.dtensors import held_pieces, is_dtensor
-from cnr_store.training.distributed.pieces import LocalPiece, by_column
+from cnr_store.training.distributed.pieces import LocalPiece, by_column, held_pieces, is_dtensor
 from cnr_store.training.distributed.sharded import ShardedModule, ShardedTable
 from cnr_store.training.model.names import class_name, clean_name, state_names, wrapper_paths
 from cnr_store.training.model.patterns import NOTHING, Exclusion

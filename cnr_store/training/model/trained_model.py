@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from cnr_store.errors import OptionError, StateError, UnsupportedModelError, listed
 from cnr_store.format.layout import dense_path, place, table_name
 from cnr_store.training.devices.support import failing_saves
-from cnr_store.training.distributed.dtensors import check_no_flat_parameters, reshard
+from cnr_store.training.distributed.pieces import check_no_flat_parameters, reshard
 from cnr_store.training.distributed.sharded import (
     ShardedModule,
     ShardedTable,

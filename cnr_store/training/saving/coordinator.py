@@ -21,7 +21,7 @@ from cnr_store.policies.checks import integer
 from cnr_store.ranks.decisions import named
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.devices.support import failing_saves
-from cnr_store.training.distributed.dtensors import is_dtensor
+from cnr_store.training.distributed.pieces import is_dtensor
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import state_of
 from cnr_store.training.model.trained_model import TrainedModel

@@ -21,7 +21,7 @@ from cnr_store.policies.past import Since
 from cnr_store.policies.policy import Decision
 from cnr_store.training.devices.encode import RowsFromDevice
 from cnr_store.training.devices.staging import encode_staged
-from cnr_store.training.distributed.dtensors import is_dtensor
+from cnr_store.training.distributed.pieces import is_dtensor
 from cnr_store.training.model.dense_state import dense_items, extra_state, module_versions, named_state
 from cnr_store.training.model.names import parameter_names
 from cnr_store.training.model.object_state import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from cnr_store.errors import ModelMismatchError, listed
-from cnr_store.training.distributed.dtensors import is_dtensor
+from cnr_store.training.distributed.pieces import is_dtensor
 from cnr_store.training.distributed.sharded import ShardedModule
 from cnr_store.training.distributed.torchrec_door import torchrec
 from cnr_store.training.model.names import clean_name, wrapper_paths

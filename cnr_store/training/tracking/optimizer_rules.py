@@ -9,6 +9,7 @@ import torch
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from cnr_store.errors import OptionError
+from cnr_store.training.model.names import class_name
 from cnr_store.training.model.optimizer_state import row_slots
 
 TRUST_ADVICE = (
@@ -16,8 +17,10 @@ TRUST_ADVICE = (
     "tracking=cnr_store.Tracking(trusted_optimizers=[...])"
 )
 """The end of the reason where a class is not known."""
-_ROWWISE_ADAGRAD = ("torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
-"""Module and qualified name of torchrec's class, which is recognized without torchrec installed."""
+_ROWWISE_ADAGRAD = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
+"""torchrec's class, which is recognized without torchrec installed."""
+_WRITTEN: dict[type, Collection[str]] = {SGD: (), Adagrad: ["sum"], SparseAdam: ["exp_avg", "exp_avg_sq"]}
+"""The classes whose update is known, as SGD's without momentum, with the slots that their steps change."""
 
 Classes = Collection[type[Optimizer]]
 
@@ -33,8 +36,7 @@ def trusted_classes(classes: object) -> frozenset[type[Optimizer]]:
                 f"tracking.trusted_optimizers holds {'the class' if is_class else 'an object of type'} "
                 f"{(kind if is_class else type(kind)).__qualname__}: give subclasses of torch.optim.Optimizer"
             )
-    known = (SGD, Adagrad, SparseAdam)
-    return frozenset(kind for kind in classes if kind not in known and not _is_rowwise_adagrad(kind))
+    return frozenset(kind for kind in classes if _written(kind) is None)
 
 
 def may_move_untouched_rows(
@@ -49,7 +51,7 @@ def may_move_untouched_rows(
     where = f"{kind.__name__}, parameter group {position}"
     if kind is SparseAdam or kind in trusted:
         return None
-    if kind is not SGD and not _is_adagrad(kind):
+    if _written(kind) is None:
         return f"{where}: a step of this class may move every row{_advice(kind)}"
     if group.get("fused"):
         return f"{where}: torch counts no change that a fused step makes"
@@ -82,12 +84,9 @@ def unclear_state(optimizer: Optimizer, parameter: torch.Tensor, trusted: Classe
     return None
 
 
-def _is_adagrad(kind: type) -> bool:
-    return kind is Adagrad or _is_rowwise_adagrad(kind)
-
-
-def _is_rowwise_adagrad(kind: type) -> bool:
-    return (kind.__module__, kind.__qualname__) == _ROWWISE_ADAGRAD
+def _written(kind: type) -> Collection[str] | None:
+    """The slots that steps of a class change whose update is known; None of any other class."""
+    return ("sum",) if class_name(kind) == _ROWWISE_ADAGRAD else _WRITTEN.get(kind)
 
 
 def _advice(kind: type) -> str:
@@ -101,11 +100,7 @@ def written_slots(optimizer: Optimizer, trusted: Classes = ()) -> Collection[str
     None for the caller's `trusted` classes, which may change all.
     """
     kind = type(optimizer)
-    if kind in trusted:
-        return None
-    if kind is SparseAdam:
-        return ("exp_avg", "exp_avg_sq")
-    return ("sum",) if _is_adagrad(kind) else ()  # SGD without momentum
+    return None if kind in trusted else _written(kind) or ()
 
 
 def most_changes(optimizer: Optimizer, gradient: torch.Tensor, trusted: Classes = ()) -> float:

@@ -17,7 +17,7 @@ from torch.optim import SGD
 import cnr_store
 from cnr_store import Checkpointer
 from cnr_store.errors import CheckpointError, ModelMismatchError, UnsupportedModelError
-from cnr_store.training.distributed.dtensors import local_of
+from cnr_store.training.distributed.pieces import local_of
 from tests.test_store.support.tracked_table import backward, ids
 
 ROWS = 30
