@@ -15,6 +15,7 @@ from cnr_store.errors import ModelMismatchError, UnsupportedModelError
 from cnr_store.training.distributed.pieces import is_dtensor
 from cnr_store.training.model.names import (
     clean_name,
+    named_modules,
     parameter_names,
     state_names,
     wrapped_parts,
@@ -154,8 +155,8 @@ def extra_state(state: NamedState) -> dict[str, object]:
 
 def module_versions(model: nn.Module) -> dict[str, int]:
     """The versions of its modules' state, by the name of the module; those that are not 1, as usual in torch."""
-    wrappers, modules = wrapper_paths(model), model.named_modules(remove_duplicate=False)
-    found = {clean_name(path, wrappers): getattr(module, "_version", 1) for path, module in modules}
+    modules = named_modules(model, remove_duplicate=False)
+    found = {path: getattr(module, "_version", 1) for path, module in modules}
     return {name: version for name, version in found.items() if type(version) is int and version != 1}
 
 

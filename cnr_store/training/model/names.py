@@ -53,10 +53,10 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
     return frozenset(paths)
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model, each once, by their paths without what wrappers add."""
-    wrappers = wrapper_paths(model)
-    return ((clean_name(path, wrappers), module) for path, module in model.named_modules())
+def named_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model by their paths without what wrappers add, each once or by all of them."""
+    wrappers, modules = wrapper_paths(model), model.named_modules(remove_duplicate=remove_duplicate)
+    return ((clean_name(path, wrappers), module) for path, module in modules)
 
 
 def clean_name(key: str, wrappers: Collection[str] = ()) -> str:

@@ -16,7 +16,7 @@ from cnr_store.errors import UnsupportedModelError
 from cnr_store.format.layout import table_name, weight_path
 from cnr_store.training.distributed.pieces import LocalPiece, by_column, held_pieces, is_dtensor
 from cnr_store.training.distributed.sharded import ShardedModule, ShardedTable
-from cnr_store.training.model.names import class_name, clean_name, state_names, wrapper_paths
+from cnr_store.training.model.names import class_name, clean_name, named_modules, state_names, wrapper_paths
 from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tensors import (
     TABLE_DTYPES,
@@ -247,14 +247,14 @@ def note_sharing(
     """
     wrappers = wrapper_paths(model)
     by_parameter = {id(table.parameter): table for table in tables}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         for attribute, parameter in module._parameters.items():
             table = by_parameter.get(id(parameter))
             if table is None or (module in table.modules and attribute == "weight"):
                 continue
-            name = clean_name(f"{path}.{attribute}" if path else attribute, wrappers)
+            name = f"{path}.{attribute}" if path else attribute
             if table.sharded is None or name != table.key:
-                table.share_with(clean_name(path, wrappers) if path else attribute)
+                table.share_with(path or attribute)
     own = {clean_name(key, wrappers): tensor for key, tensor in _own_tensors(model)}
     named = {**own, **(entries or {})}
     names = {id(tensor): name for name, tensor in named.items()}

@@ -17,12 +17,6 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
     return values.detach().view(_INTEGERS[values.dtype.itemsize])
 
 
-def _host_memory(rows: int) -> tuple[Bitmap, int]:
-    """A bitmap and its address, in one value, so that an interrupt never leaves the address of freed memory."""
-    memory = bitmap.empty_bitmap(rows)
-    return memory, memory.ctypes.data
-
-
 def _packed(flags: torch.Tensor) -> Bitmap:
     """A bitmap in host memory, from bytes of 0 and 1 on a device."""
     bits = torch.tensor([1 << place for place in range(8)], dtype=torch.uint8, device=flags.device)
@@ -35,9 +29,9 @@ class RowBits:
 
     Those elsewhere are on the device of their table, and nothing waits for it but what asks for what it found.
 
-    `host`: the bitmap and its address; None for tables elsewhere.
+    `host`: the bitmap; None for tables elsewhere.
     `there`: uint8, on the device: a byte a row, as many as make whole bytes of a bitmap, and one that ids out of range
-    set.
+    set. Of tables in host memory it is empty.
     """
 
     __slots__ = ("device", "host", "rows", "there")
@@ -45,16 +39,15 @@ class RowBits:
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows, self.device = rows, device
         is_elsewhere = support.is_elsewhere(device)
-        self.host = None if is_elsewhere else _host_memory(rows)
-        self.there: torch.Tensor | None = None
-        if is_elsewhere:
-            with torch.inference_mode(False):  # one that is made in it could not be marked outside
-                self.there = torch.zeros(-(-rows // 8) * 8 + 1, dtype=torch.uint8, device=device)
+        self.host = None if is_elsewhere else bitmap.empty_bitmap(rows)
+        with torch.inference_mode(False):  # one that is made in it could not be marked outside
+            size = -(-rows // 8) * 8 + 1 if is_elsewhere else 0
+            self.there = torch.zeros(size, dtype=torch.uint8, device=device)
 
     @property
     def saw_outside(self) -> bool:
         """Whether a device found an id out of range since the bits were taken or cleared, for which it waits."""
-        if self.there is None:
+        if self.host is not None:
             return False
         with support.failing_saves(self.device, "flags of rows"):
             return bool(self.there[-1].item())
@@ -64,13 +57,12 @@ class RowBits:
 
         Returns: False if an id is out of range, on the host. On another device `saw_outside` tells later.
         """
-        if self.there is not None:
-            flat = ids.detach().to(self.device, non_blocking=True).reshape(-1).to(torch.int64)
-            inside = (flat >= 0) & (flat < self.rows)
-            self.there.index_fill_(0, torch.where(inside, flat, -(-self.rows // 8) * 8), 1)
-            return True
-        assert self.host is not None
-        return bitmap.mark(self.host[0], self.rows, ids.cpu().numpy().reshape(-1)) < 0
+        if self.host is not None:
+            return bitmap.mark(self.host, self.rows, ids.cpu().numpy().reshape(-1)) < 0
+        flat = ids.detach().to(self.device, non_blocking=True).reshape(-1).to(torch.int64)
+        inside = (flat >= 0) & (flat < self.rows)
+        self.there.index_fill_(0, torch.where(inside, flat, -(-self.rows // 8) * 8), 1)
+        return True
 
     def mark_gradient(self, gradient: torch.Tensor) -> None:
         """Set the bits of the rows that `gradient`, ``(rows, dim)``, may change.
@@ -82,23 +74,21 @@ class RowBits:
             self.mark(indices if indices.shape[0] == 1 else indices[0])
         elif not gradient.numel():  # a rank may hold no columns
             return
-        elif self.there is not None:
-            self.there[: self.rows] |= as_integers(gradient.to(self.device).resolve_neg()).any(dim=1)
+        elif self.host is not None:
+            bitmap.mark_nonzero(self.host, as_integers(gradient.resolve_neg()).cpu().numpy())
         else:
-            assert self.host is not None
-            bitmap.mark_nonzero(self.host[0], as_integers(gradient.resolve_neg()).cpu().numpy())
+            self.there[: self.rows] |= as_integers(gradient.to(self.device).resolve_neg()).any(dim=1)
 
     def read(self) -> Bitmap:
         """The bits in host memory, which later marks may write to."""
-        if self.there is not None:
-            with support.failing_saves(self.device, "flags of rows"):
-                return _packed(self.there[:-1])
-        assert self.host is not None
-        return self.host[0]
+        if self.host is not None:
+            return self.host
+        with support.failing_saves(self.device, "flags of rows"):
+            return _packed(self.there[:-1])
 
     def clear(self) -> None:
         """Set none any more."""
-        if self.there is not None:
+        if self.host is not None:
+            self.host.fill(0)
+        else:
             self.there.zero_()
-        elif self.host is not None:
-            self.host[0].fill(0)

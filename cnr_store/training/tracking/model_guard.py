@@ -10,7 +10,7 @@ from cnr_store.errors import ModelMismatchError, listed
 from cnr_store.training.distributed.pieces import is_dtensor
 from cnr_store.training.distributed.sharded import ShardedModule
 from cnr_store.training.distributed.torchrec_door import torchrec
-from cnr_store.training.model.names import clean_name, wrapper_paths
+from cnr_store.training.model.names import named_modules
 from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tables import check_weight, table_weights
 
@@ -55,8 +55,7 @@ class ModelStructure:
 
 def _layout(model: nn.Module, excluded: Exclusion) -> _Layout:
     """By stored name of each parameter that is a table: its module's id, all its names, whether it is a DTensor."""
-    wrappers = wrapper_paths(model)
-    modules = list(model.named_modules(remove_duplicate=False))
+    modules = list(named_modules(model, remove_duplicate=False))
     names: dict[int, set[str]] = {}
     for path, _, _, weight in table_weights(model, excluded, remove_duplicate=False):
         check_weight(path, weight)
@@ -65,7 +64,7 @@ def _layout(model: nn.Module, excluded: Exclusion) -> _Layout:
     for path, module in modules:
         for attribute, parameter in module._parameters.items():
             if id(parameter) in names:
-                name = clean_name(f"{path}.{attribute}" if path else attribute, wrappers)
+                name = f"{path}.{attribute}" if path else attribute
                 names[id(parameter)].add(name)
                 layout[name] = id(module), names[id(parameter)], is_dtensor(parameter)
     return layout

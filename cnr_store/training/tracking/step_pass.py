@@ -75,7 +75,7 @@ class StepPass:
     def _note_bits(self) -> None:
         # With the memory itself, so that no address is that of freed memory.
         self._hosts = [tracker.bits.host for tracker in self._trackers]
-        self._bitmaps = np.array([host[1] for host in self._hosts if host is not None], np.int64)
+        self._bitmaps = np.array([host.ctypes.data for host in self._hosts if host is not None], np.int64)
         self._rows = np.array([tracker.bits.rows for tracker in self._trackers], np.int64)
         self._shapes = list(map(_shape_of, self._parameters))
         self._nbytes = [parameter.nbytes for parameter in self._parameters]
@@ -128,7 +128,7 @@ class StepPass:
         """The tables that may have changed since the last step."""
         tensors, versions = self._look(optimizer)
         if tensors is None:
-            return self._all
+            return self.stepped
         return self._with_others(self._differing(versions, list(map(_known_version, self._counters))))
 
     def after(self, optimizer: Optimizer, trusted: Classes) -> Stepped:
@@ -139,8 +139,11 @@ class StepPass:
         Returns: The tables with which neither was done.
         """
         tensors, versions = self._look(optimizer)
-        if tensors is None or any(_is_special(optimizer, *setting, trusted) for setting in self._settings):
-            return self._all
+        if tensors is None or type(optimizer) in trusted:
+            return self.stepped
+        # Where a step may change tables otherwise than by rows with a gradient, and once, counted.
+        if any(may_move_untouched_rows(optimizer, *setting) for setting in self._settings):
+            return self.stepped
         changes = np.array(versions, np.int64)
         changes -= np.fromiter(map(_known_version, self._counters), np.int64, len(versions))
         left = self._elsewhere(tensors)
@@ -232,12 +235,8 @@ class StepPass:
         bitmap.mark_ids_of_tables(self._bitmaps[tables], self._rows[tables], addresses, counts)
         left.update(np.array(tables)[counts <= 0].tolist())  # with no ids, or with some out of range
 
-    @property
-    def _all(self) -> Stepped:
-        return self.stepped if self._tables else self.others
-
     def _with_others(self, tables: Collection[int]) -> Stepped:
-        return [*self.others, *(self._tables[table] for table in tables)] if tables else self.others
+        return [*self.others, *(self._tables[table] for table in tables)]
 
 
 def _is_plain(tracker: TableTracker) -> bool:
@@ -252,13 +251,6 @@ def _is_plain(tracker: TableTracker) -> bool:
         and not tracker.resized
         and not tracker.is_in_shared_memory
         and parameter.nbytes // len(parameter) % WORD_BYTES == 0  # of one row, the stride may be any number
-    )
-
-
-def _is_special(optimizer: Optimizer, position: int, dtype: torch.dtype, trusted: Classes) -> bool:
-    """Whether a step may move rows without a gradient, or change tables otherwise than once, counted."""
-    return (
-        type(optimizer) in trusted or may_move_untouched_rows(optimizer, position, dtype, trusted) is not None
     )
 
 

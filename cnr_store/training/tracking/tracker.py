@@ -325,22 +325,12 @@ class Tracker:
 
     def adopt_replaced(self) -> None:
         """Follow modules whose parameter was replaced by another one; the table is whole then."""
-        if all(
-            module._parameters.get("weight") is tracker.table.parameter
-            for tracker in self._trackers.values()
-            for module in tracker.table.modules
-        ):
-            return
-        for name, tracker in self._trackers.items():
-            weights = [module._parameters.get("weight") for module in tracker.table.modules]
-            if not weights:  # TorchRec's
-                continue
-            weight = weights[0]
-            if weight is None or any(other is not weight for other in weights):
-                raise ModelMismatchError(
-                    f"table {name!r}: its modules no longer share one parameter; make a new checkpointer"
-                )
-            if weight is not tracker.table.parameter:
-                tracker.make_whole("its parameter was replaced in the model")
-                self._stepped.replace_parameter(tracker, weight)
-                tracker.table.parameter = weight
+        for tracker in self._trackers.values():
+            for module in tracker.table.modules[
+                :1
+            ]:  # TorchRec's has none; all have one: see `ModelStructure`
+                weight = module._parameters.get("weight")
+                if weight is not None and weight is not tracker.table.parameter:
+                    tracker.make_whole("its parameter was replaced in the model")
+                    self._stepped.replace_parameter(tracker, weight)
+                    tracker.table.parameter = weight
