@@ -41,11 +41,7 @@ from cnr_store.training.tracking.bitmap import (  # noqa: E402
     compile_kernels,
     mark_nonzero_of_tables,
 )
-from cnr_store.training.tracking.hooks import (  # noqa: E402
-    add_step_listener,
-    remove_step_listener,
-)
-from cnr_store.training.tracking.tracker import Tracker  # noqa: E402
+from cnr_store.training.tracking.tracker import LISTENERS, Tracker  # noqa: E402
 
 _RESULTS = Path(__file__).parent / "results"
 _BATCH = 4096
@@ -245,9 +241,9 @@ def measure_many(sparse: bool, tables: int, rounds: int) -> Many:
             pair = list(zip((plain, tracked), names, strict=True))
             for training, name in pair if turn % 2 else pair[::-1]:
                 if training is plain:
-                    remove_step_listener(tracker)  # or it looks for its tables among those of the other model
+                    LISTENERS.discard(tracker)  # or it looks for its tables among those of the other model
                 times[name].append(_once(training.step))
-                add_step_listener(tracker)
+                LISTENERS.add(tracker)
             if not sparse:
                 times["read"].append(_once(lambda: _read_gradients(tracked.model)))
     step, beside, other_step, fresh, read = (min(each[2:], default=0.0) for each in times.values())

@@ -12,14 +12,17 @@ So they are whole if gradients of them were computed, in this interval or in the
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cnr_store.errors import ModelMismatchError
 from cnr_store.policies.whole_tables import ADVICE, ASSURANCE, describe, summary
@@ -28,7 +31,6 @@ from cnr_store.training.distributed.torchrec_door import torchrec
 from cnr_store.training.model.arguments import check_row_ids
 from cnr_store.training.model.tables import Table
 from cnr_store.training.tracking.bitmap import Bitmap
-from cnr_store.training.tracking.hooks import add_step_listener, remove_step_listener
 from cnr_store.training.tracking.optimizer_rules import (
     TRUST_ADVICE,
     Classes,
@@ -41,6 +43,12 @@ from cnr_store.training.tracking.step_pass import SteppedTables
 from cnr_store.training.tracking.table_tracker import OUTSIDE, STATE_OUTSIDE, TableTracker
 
 log = logging.getLogger("cnr_store")
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+Hook = Callable[[Optimizer, Args, Kwargs], None]
+
+LISTENERS: weakref.WeakSet[Tracker] = weakref.WeakSet()
+"""Trackers that are called around every step of every optimizer, while they live."""
 _UNENDED = "a step with a closure did not end, and may have changed any row"
 
 
@@ -86,17 +94,21 @@ class Tracker:
         for _, lookups in self._lookups:
             self._hooks.callback(lookups.remove)
         self._close = weakref.finalize(self, self._hooks.close)
-        add_step_listener(self)
+        _hook_steps()
+        LISTENERS.add(self)
 
     def close(self) -> None:
         """Remove every hook; nothing is flagged any more."""
-        remove_step_listener(self)
+        LISTENERS.discard(self)
         self._close()
 
     # Hooks
 
     def before_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
-        """Look for changes that no step made, before `optimizer` makes its own."""
+        """Look for changes that no step made, before `optimizer` makes its own, and before its own hooks.
+
+        A closure may make gradients within the step.
+        """
         self._stepped.note_step(optimizer)
         trusts = type(optimizer) in self._trusted
         every = self._stepped.pass_over(optimizer)
@@ -326,11 +338,64 @@ class Tracker:
     def adopt_replaced(self) -> None:
         """Follow modules whose parameter was replaced by another one; the table is whole then."""
         for tracker in self._trackers.values():
-            for module in tracker.table.modules[
-                :1
-            ]:  # TorchRec's has none; all have one: see `ModelStructure`
+            # All modules of a table have one: see `ModelStructure`. TorchRec's are none of them.
+            for module in tracker.table.modules[:1]:
                 weight = module._parameters.get("weight")
                 if weight is not None and weight is not tracker.table.parameter:
                     tracker.make_whole("its parameter was replaced in the model")
                     self._stepped.replace_parameter(tracker, weight)
                     tracker.table.parameter = weight
+
+
+def outside_graphs(function: Hook) -> Hook:
+    """Have compiled code break its graph to call `function`, which the compiler can't trace through."""
+    uncompiled: Hook = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def call(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+        # Eager code is spared torch's wrapper, which takes longer than a small table's hook.
+        (uncompiled if torch.compiler.is_compiling() else function)(optimizer, args, kwargs)
+
+    return call
+
+
+@functools.cache
+def _hook_steps() -> None:
+    # Once and for good: torch fails if these hooks are added or removed while it calls them, and a tracker may be
+    # collected at any time.
+    register_optimizer_step_pre_hook(_before_step)
+
+
+@outside_graphs
+def _before_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+    door = torchrec()
+    listeners = [] if door is not None and door.passes_steps_on(optimizer) else list(LISTENERS)
+    if listeners:
+        _put_after_step_first(optimizer)
+    for listener in listeners:
+        listener.before_step(optimizer, _has_closure(optimizer, args, kwargs))
+
+
+@outside_graphs
+def _after_step(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
+    for listener in list(LISTENERS):
+        listener.after_step(optimizer, _has_closure(optimizer, args, kwargs))
+
+
+def _has_closure(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a step was given something to call: torch counts the optimizer itself among its arguments."""
+    return any(callable(each) and each is not optimizer for each in (*args, *kwargs.values()))
+
+
+def _put_after_step_first(optimizer: Optimizer) -> None:
+    """Have `_after_step` called right after the update, because hooks of others may raise or change gradients.
+
+    It becomes the first of the optimizer's own hooks, which torch calls before those of all optimizers. Another hook
+    may be put first at any time, so each step looks again.
+    """
+    hooks = optimizer._optimizer_step_post_hooks
+    if next(iter(hooks.values()), None) is not _after_step:
+        others = {key: hook for key, hook in hooks.items() if hook is not _after_step}
+        hooks.clear()
+        optimizer.register_step_post_hook(_after_step)
+        hooks.update(others)
