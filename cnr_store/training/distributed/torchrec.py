@@ -392,21 +392,15 @@ def _tensors_of(kernel: Any) -> list[torch.Tensor]:
 class Hook:
     """Calls a function. A copy of a model (for averaging, say) copies its hooks; the copied ones do nothing."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, *args: object) -> None:
-        self._call(*args)
+        if self._call is not None:
+            self._call(*args)
 
-    def __reduce__(self) -> tuple[type[CopiedHook], tuple[()]]:
-        return CopiedHook, ()
-
-
-class CopiedHook:
-    """What a hook of a copied model is: it does nothing."""
-
-    def __call__(self, *_: object) -> None:
-        pass
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
 
 
 def _shards_by_position(lookup: nn.Module) -> list[tuple[str, int, int, str]]:

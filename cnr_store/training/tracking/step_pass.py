@@ -275,12 +275,11 @@ class SteppedTables:
         parameters = [list(map(id, group["params"])) for group in optimizer.param_groups]
         found = self._passes.get(optimizer)
         if found is None or found.parameters != parameters or found.renewal is not TableTracker.renewal:
-            trackers = self._trackers
             stepped = [
-                (position, trackers[parameter])
+                (position, self._trackers[parameter])
                 for position, group in enumerate(parameters)
                 for parameter in group
-                if parameter in trackers
+                if parameter in self._trackers
             ]
             found = self._passes[optimizer] = StepPass(optimizer, parameters, stepped)
         return found
