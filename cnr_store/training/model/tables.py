@@ -117,8 +117,8 @@ def spread_table(sharded: ShardedTable, parameter: nn.Parameter | None) -> Table
     if parameter is None:
         own = [piece.tensor for piece in sharded.pieces]
         memory = own[0] if own else torch.empty(0, sharded.shape[1], dtype=sharded.dtype)
-    names = table_name(sharded.name), sharded.name, sharded.name
-    return Table(*names, memory, sharded=sharded, is_fused=parameter is None)
+    name = sharded.name
+    return Table(table_name(name), name, name, memory, sharded=sharded, is_fused=parameter is None)
 
 
 def table_weights(

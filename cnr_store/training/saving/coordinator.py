@@ -172,7 +172,7 @@ class Coordinator:
         )
         if self._group.rank == 0:
             self._options.codecs.warn_unknown_slots(self._trained.table_slots)
-            self._saves.tracker.warn_of_strangers(self._trained.saved_parameters, objects)
+            self._saves.tracker.stepped.warn_of_strangers(self._trained.saved_parameters, objects)
         snapshot.unsafe = self._saves.tracker.whole_reasons()
         return request, snapshot
 

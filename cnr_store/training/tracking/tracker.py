@@ -64,6 +64,7 @@ class Tracker:
     `trusted_classes`.
     `sharded`: TorchRec's modules that look up rows of `tables`.
 
+    `stepped`: finds the tables among the parameters of an optimizer.
     `logs`: whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of them found.
     `keeps_deltas_small`: whether what is stored of a table's rows, by its name, is on grids, so that few rows change.
     `compares_all`: whether saves compare all tables, also those of which hooks tell the changed rows.
@@ -81,7 +82,7 @@ class Tracker:
         self._optimizers = list(optimizers)
         self._trusted = trusted
         self._trackers = {table.name: TableTracker(table, self._optimizers) for table in tables}
-        self._stepped = SteppedTables(self._trackers.values(), self._optimizers)
+        self.stepped = SteppedTables(self._trackers.values(), self._optimizers)
         self._logged: set[tuple[str, str]] = set()
         self._hooks = ExitStack()
         self._find_owners()
@@ -109,9 +110,9 @@ class Tracker:
 
         A closure may make gradients within the step.
         """
-        self._stepped.note_step(optimizer)
+        self.stepped.note_step(optimizer)
         trusts = type(optimizer) in self._trusted
-        every = self._stepped.pass_over(optimizer)
+        every = self.stepped.pass_over(optimizer)
         left = every.before(optimizer)
         for _position, tracker in every.stepped if trusts else left:
             for owner, reason in ((None, OUTSIDE), (optimizer, STATE_OUTSIDE)):
@@ -132,7 +133,7 @@ class Tracker:
 
     def after_step(self, optimizer: Optimizer, has_closure: bool = False) -> None:
         """Flag the rows that the step had gradients for."""
-        for position, tracker in self._stepped.pass_over(optimizer).after(optimizer, self._trusted):
+        for position, tracker in self.stepped.pass_over(optimizer).after(optimizer, self._trusted):
             self._settle(optimizer, position, tracker, has_closure)
 
     def _settle(self, optimizer: Optimizer, position: int, tracker: TableTracker, has_closure: bool) -> None:
@@ -165,7 +166,7 @@ class Tracker:
     def _find_owners(self) -> None:
         """Note which tables the given optimizers own; parameter groups may be added at any time."""
         owned = {
-            id(tracker) for each in self._optimizers for _, tracker in self._stepped.pass_over(each).stepped
+            id(tracker) for each in self._optimizers for _, tracker in self.stepped.pass_over(each).stepped
         }
         for tracker in self._trackers.values():
             tracker.has_optimizer = id(tracker) in owned
@@ -224,8 +225,8 @@ class Tracker:
                 for tracker in self._trackers.values():
                     if any(tracker.table.key == table.name for table in module.tables):
                         tracker.make_whole(reason)
-        overwritten, moved = self._stepped.overwritten(), self._moved_by_settings()
-        unchanged = set(map(id, self._stepped.unchanged(self._optimizers)))
+        overwritten, moved = self.stepped.overwritten(), self._moved_by_settings()
+        unchanged = set(map(id, self.stepped.unchanged(self._optimizers)))
         reasons: dict[str, str] = {}
         for name, tracker in self._trackers.items():
             known = id(tracker) in unchanged and not tracker.is_declared_whole
@@ -256,10 +257,6 @@ class Tracker:
             told = len(new), describe(summary(new)), advice
             log.log(level, "%d tables are compared with what is stored: %s. %s", *told)
 
-    def warn_of_strangers(self, owned: Callable[[], Collection[int]], objects: object) -> None:
-        """See `SteppedTables.warn_of_strangers`."""
-        self._stepped.warn_of_strangers(owned, objects)
-
     def ways(self) -> dict[str, str]:
         """Which rows of each table are flagged, for people."""
         return {
@@ -277,7 +274,7 @@ class Tracker:
         moved: dict[str, str] = {}
         for optimizer in self._optimizers:
             judged: dict[tuple[int, torch.dtype], str | None] = {}  # tables of a group share its settings
-            for position, tracker in self._stepped.pass_over(optimizer).stepped:
+            for position, tracker in self.stepped.pass_over(optimizer).stepped:
                 parameter = tracker.table.parameter
                 key = position, parameter.dtype
                 if key not in judged:
@@ -302,7 +299,7 @@ class Tracker:
         flagged = {} if into is None else into
         flagged.update({name: tracker.flagged(name in whole) for name, tracker in self._trackers.items()})
         try:
-            self._stepped.begin_interval()
+            self.stepped.begin_interval()
             for tracker in self._trackers.values():
                 tracker.begin_interval(is_settled=id(tracker) in unchanged)
             return flagged
@@ -322,7 +319,7 @@ class Tracker:
         `slots` are those that optimizers are yet to be given, by table and key: others there count as changed.
         """
         self.adopt_replaced()
-        self._stepped.begin_interval()
+        self.stepped.begin_interval()
         for tracker in self._trackers.values():
             tracker.begin_interval()
         for optimizer, by_table in slots:
@@ -343,7 +340,7 @@ class Tracker:
                 weight = module._parameters.get("weight")
                 if weight is not None and weight is not tracker.table.parameter:
                     tracker.make_whole("its parameter was replaced in the model")
-                    self._stepped.replace_parameter(tracker, weight)
+                    self.stepped.replace_parameter(tracker, weight)
                     tracker.table.parameter = weight
 
 
