@@ -216,6 +216,27 @@ def test_ordinary_steps_need_no_closer_look(kind: str, monkeypatch: pytest.Monke
     assert bench.swap() == [4]
 
 
+def test_a_table_in_other_memory_needs_a_closer_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Any] = []
+    real = StepPass.after
+
+    def after(self: StepPass, *args: Any) -> Any:
+        found = real(self, *args)
+        if self.stepped:  # trackers of other tests may not be collected yet
+            left.append(found)
+        return found
+
+    bench = Bench("adagrad")
+    bench.train(1)
+    monkeypatch.setattr(StepPass, "after", after)
+    bench.table.weight.data = bench.table.weight.data.clone()
+    bench.train(2)
+    bench.swap()
+    bench.train(3)
+    assert [len(each) for each in left] == [1, 0]
+    assert bench.swap() == [3]
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adagrad_sparse"])
 def test_slots_that_were_replaced_are_not_kept_alive(kind: str) -> None:
     bench = Bench("adagrad_sparse" if kind == "adagrad_sparse" else "adagrad")

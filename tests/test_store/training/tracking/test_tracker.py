@@ -211,15 +211,6 @@ def test_a_parameter_that_was_replaced_or_resized_is_followed() -> None:
     assert listed(bench.tracker.swap()["t"], ROWS + 9) == list(range(ROWS + 9))
 
 
-def test_modules_that_no_longer_share_their_parameter_are_refused() -> None:
-    model = nn.ModuleDict({"a": nn.Embedding(4, 2), "b": nn.Embedding(4, 2)})
-    model["b"].weight = model["a"].weight
-    tracker = Tracker(find_tables(model))
-    model["b"].weight = nn.Parameter(torch.zeros(4, 2))
-    with pytest.raises(ModelMismatchError, match=r"'a'.*new checkpointer"):
-        tracker.swap()
-
-
 def test_each_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     with caplog.at_level(logging.WARNING, logger="cnr_store"):
