@@ -1,4 +1,4 @@
-"""Rows with all their bits, on floating grids of 23 bits: beside byte planes of zstd, which know no older rows."""
+"""Rows with all their bits, on floating grids of 23 bits: beside byte planes of zstd, and as they are."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from numcodecs.zstd import Zstd
 
+from benchmarks.relative_bench.stores import Setting, volumes
 from benchmarks.relative_bench.trace import OptimizerName, Size, Training
 from cnr_codecs import FloatingRows, LosslessRows
 from cnr_codecs.protocol import Rows
 
 _EXACT, _RAW = FloatingRows(23, relative=True), LosslessRows()
+WITHOUT_PARENTS, PARENTS = "lossless", "lossless, exact parents"
 # Of an interval, by how much fewer samples are trained.
 SHARES = (1, 4)
 
@@ -32,6 +34,14 @@ def times_fewer(size: Size, optimizer: OptimizerName, seed: int) -> Iterator[dic
                 "array": name,
                 **_measured(before[name][changed], rows[changed]),
             }
+
+
+def saved(size: Size, optimizer: OptimizerName, seed: int) -> Iterator[dict[str, Any]]:
+    """Bytes of lossless deltas of all intervals, with and without exact parents."""
+    settings = [Setting(name, budget=0, exact_parents=name == PARENTS) for name in (WITHOUT_PARENTS, PARENTS)]
+    for each in volumes(Training(size, optimizer, seed), settings):
+        sizes = {f"{part}_bytes": each.delta_bytes(part) for part in ("weights", "slots")}
+        yield {"setting": each.setting, **sizes, "total_bytes": each.total_bytes}
 
 
 def _measured(older: Rows, rows: Rows) -> dict[str, Any]:

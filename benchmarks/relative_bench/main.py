@@ -25,7 +25,7 @@ from benchmarks.volumes_bench.workloads import MovieLens
 _RESULTS = Path(__file__).parents[1] / "results"
 _NAME = "relative"
 _OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-_PARTS = ("volumes", "losses", "counted", "movielens", "exact", "budget", "links")
+_PARTS = ("volumes", "losses", "counted", "movielens", "exact", "parents", "budget", "links")
 _QUICK_ROWS, _ROWS, _FULL_ROWS, _COUNTED_ROWS = 9_000, 27_000, 270_000, 27_000
 _SAMPLES_A_ROW = 4 / 27
 _RATING_INTERVALS = 15
@@ -166,6 +166,12 @@ def _exact(seed: int, options: argparse.Namespace) -> Iterator[tuple[str, dict[s
         yield f"Zipf 1.05, {optimizer}", {"rows": options.rows, "lines": lines}
 
 
+def _parents(seed: int, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    for optimizer in _OPTIMIZERS:
+        lines = list(exact.saved(_size(options.rows), optimizer, seed))
+        yield f"Zipf 1.05, {optimizer}", {"rows": options.rows, "lines": lines}
+
+
 def _links(seed: int, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     rows = _LINKS_ROWS if options.rows > _ROWS else _FEW_LINKS_ROWS
     yield "ten rows, 8 deltas", {"lines": links.few_rows(rows, seed)}
@@ -178,6 +184,7 @@ _PART = {
     "counted": _counted,
     "movielens": _movielens,
     "exact": _exact,
+    "parents": _parents,
     "budget": _budget,
     "links": _links,
 }

@@ -55,6 +55,7 @@ class Setting:
     policy: str = "consecutive"
     state_bits: int | str = LOSSLESS
     budget: float | None = None  # in place of both
+    exact_parents: bool = False
 
 
 def new_checkpointer(
@@ -71,6 +72,7 @@ def new_checkpointer(
         workload.optimizer,
         policy=setting.policy,
         retention=cnr_store.Retention(max_chain=None),
+        limits=cnr_store.Limits(exact_parents=setting.exact_parents),
         tracking=cnr_store.Tracking(audit=audit, trusted_optimizers=[RowWiseAdagrad]),
         **chosen,
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.codec_bench.targets import Target
 from benchmarks.relative_bench.budget import LOSSLESS
+from benchmarks.relative_bench.exact import PARENTS, WITHOUT_PARENTS
 
 Line = Mapping[str, Any]
 _MOST_LOST = {"lattice 0.35": (1, 0.01), "lattice 0.2": (5, 0.012), "lattice 0.1": (11, 0.01)}
@@ -77,6 +78,17 @@ def _movielens(where: str, lines: Sequence[Line]) -> Iterator[Target]:
         for line in lines
     ]
     yield _target("times less written than torch.save, lattice 0.35, m3", 20, found, where)
+
+
+def _parents(where: str, lines: Sequence[Line]) -> Iterator[Target]:
+    sizes = [
+        [of(line, name, "weights_bytes") + of(line, name, "slots_bytes") for line in lines]
+        for name in (PARENTS, WITHOUT_PARENTS)
+    ]
+    shares = [with_parents / without for with_parents, without in zip(*sizes, strict=True)]
+    yield _target(
+        "bytes of lossless deltas, exact parents: of those without", 0.8, shares, where, at_most=True
+    )
 
 
 def _budget(where: str, lines: Sequence[Line]) -> Iterator[Target]:
@@ -170,6 +182,7 @@ _JUDGES: Mapping[str, Callable[[str, Sequence[Line]], Iterator[Target]]] = {
     "losses": _losses,
     "counted": _counted,
     "movielens": _movielens,
+    "parents": _parents,
     "budget": _budget,
     "links": _links,
 }

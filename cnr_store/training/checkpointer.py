@@ -131,12 +131,14 @@ class Checkpointer:
     ) -> None:
         with self._alike_on_all_ranks():
             failures, job = given_group(Failures, failures), given_group(Job, job)
+            limits = given_group(Limits, limits)
             ranks = self._group = job_group(arguments.check_group(job.group), failures.timeout_seconds)
             retention, tracking = given_group(Retention, retention), given_group(Tracking, tracking)
             self._options = options = Options(
                 policy=check_policy(policy),
                 codecs=CodecChoice(
-                    bits, codec, ExpectedRestores.of(job.expected_restores), state_bits, budget
+                    *(bits, codec, ExpectedRestores.of(job.expected_restores), state_bits, budget),
+                    limits.exact_parents,
                 ),
                 objects=arguments.check_stateful(state or {}),
                 on_done=arguments.check_callback("on_done", on_done),
@@ -144,7 +146,7 @@ class Checkpointer:
                 trusted=trusted_classes(tracking.trusted_optimizers),
                 retention=retention,
                 failures=failures,
-                limits=given_group(Limits, limits),
+                limits=limits,
                 tracking=tracking,
                 job=job,
             )

@@ -2,7 +2,8 @@
 
 Codes stand in memory as int8, a quarter of a float32 table, on floating grids as int16. Where there is no room for
 them, digests of 8 bytes a row tell which rows changed, and none of these is relative.
-Those of 23 bits of mantissa would take as much as their rows: of these digests alone are kept, and none is relative.
+Those of 23 bits of mantissa take as much as their rows, int32: they are kept where rows may be relative, which callers
+ask for. Else of these digests alone are kept.
 They outlive no process. A row whose codes are wider has a digest beside them, and its next delta is not relative.
 Nothing is known of a row that was not encoded here: it is written by the next save.
 
@@ -18,7 +19,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ from cnr_codecs.comparing import (
     unknown_code,
 )
 from cnr_codecs.lattice.segments import RowCounts
-from cnr_codecs.payload.coded import MAX_MANTISSA, Grid
+from cnr_codecs.payload.coded import Grid
 from cnr_codecs.protocol import Offsets, encode_chunks
 from cnr_codecs.uniform.uniform import QuantizedRows
 from cnr_store.chains.link import Strays
@@ -147,12 +148,13 @@ class RowCodes:
         """Note the codes of rows, and digests of those without, but of the rows whose values are `absent`."""
         own, fits = slice(begin, begin + len(codes)), coded
         if self.made is not None:
-            fits = coded & (np.abs(codes) <= np.iinfo(self.made.dtype).max).all(axis=1)
+            most = np.iinfo(self.made.dtype).max
+            fits = coded & ((codes <= most) & (codes >= -most)).all(axis=1)
             self.made[own][fits] = codes[fits]
             if self.noted is not None:
                 self.noted[own][fits] = True
         elif self.digests is not None:
-            self.digests[own][coded] = row_digests(codes[coded].astype(np.int16, copy=False), KEY)
+            self.digests[own][coded] = row_digests(codes[coded], KEY)
         others = ~fits if absent is None else ~(fits | absent)
         if self.digests is not None and others.any():
             self.digests[own][others] = row_digests(values[others], KEY)
@@ -274,11 +276,13 @@ class CodeCache:
         return _unknown(shape, code_dtype(grid)) if has_codes else None
 
     @property
-    def nbytes(self) -> tuple[int, int]:
-        """Bytes of memory that codes take, and digests."""
+    def nbytes(self) -> tuple[int, int, int]:
+        """Bytes of memory that codes take, of these the exact ones, and digests."""
         known = self._known.values()
-        codes = sum(each.codes.nbytes for each in known if each.codes is not None)
-        return codes, sum(each.digests.nbytes for each in known if each.digests is not None)
+        codes = [each.codes for each in known if each.codes is not None]
+        exact = sum(each.nbytes for each in codes if each.dtype == np.int32)
+        digests = sum(each.digests.nbytes for each in known if each.digests is not None)
+        return sum(each.nbytes for each in codes), exact, digests
 
     def clear(self) -> None:
         """Forget all: the next deltas are not relative, and nothing can be compared."""
@@ -402,11 +406,16 @@ def relative_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
 
 
 def gridded_codec(codec: RowCodec) -> LatticeRows | FloatingRows | None:
-    """The codec itself, without those that follow, if its rows are on a grid whose codes are narrower than they."""
+    """The codec itself, without those that follow, if its rows are on a grid whose codes are kept."""
     own = codec.codec if isinstance(codec, Followed) else codec
-    if isinstance(own, FloatingRows) and own.mantissa_bits > MAX_MANTISSA:
+    if not isinstance(own, LatticeRows | FloatingRows) or (is_exact(own) and not own.relative):
         return None
-    return own if isinstance(own, LatticeRows | FloatingRows) else None
+    return own
+
+
+def is_exact(codec: RowCodec | None) -> TypeGuard[FloatingRows]:
+    """Whether the codes of a codec's rows have all their bits."""
+    return isinstance(codec, FloatingRows) and codec.grid.is_exact
 
 
 def is_same_grid(one: Grid | None, other: Grid | None) -> bool:

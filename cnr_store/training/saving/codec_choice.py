@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cnr_codecs import (
     CodecError,
     FloatingRows,
+    Followed,
     LatticeRows,
     LosslessRows,
     RowCodec,
@@ -18,7 +19,7 @@ from cnr_codecs import (
     compile_encoding,
     row_codec,
 )
-from cnr_codecs.payload.coded import MAX_MANTISSA
+from cnr_codecs.payload.coded import MANTISSA_BITS
 from cnr_store.errors import OptionError
 from cnr_store.policies.budget import (
     DEFAULT_BUDGET,
@@ -44,7 +45,7 @@ from cnr_store.policies.widths import (
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE, CeilingRows
 from cnr_store.training.tracking.bitmap import compile_kernels
 from cnr_store.writing.lineage import ArrayLine
-from cnr_store.writing.row_codes import relative_codec
+from cnr_store.writing.row_codes import is_exact, relative_codec
 from cnr_store.writing.steps import keep_grid
 
 if TYPE_CHECKING:  # imports of files go without torch
@@ -72,6 +73,7 @@ class CodecChoice:
     `expected`: the restores that widths are chosen by, in place of the default budget.
     `state_bits`: see `StateWidths`. None is lossless, or what a budget stands for.
     `budget`: per cent of the loss that restores may cost. Tables that neither `bits` nor `codec` names go by it.
+    `exact_parents`: whether lossless rows of float32 are relative, on a grid that has all their bits.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class CodecChoice:
         expected: ExpectedRestores | None = None,
         state_bits: StateBits | None = None,
         budget: float | None = None,
+        exact_parents: bool = False,
     ) -> None:
         check_bits("auto" if bits is None else bits)
         if expected is None:
@@ -93,6 +96,7 @@ class CodecChoice:
         self._patterns: Mapping[str, RowCodec] = {}
         self._single: RowCodec | None = None
         self._chosen: dict[tuple[str | int, ...], RowCodec] = {}  # each save asks for all arrays again
+        self.exact_parents = exact_parents
         self.budget = _budget_of(bits, codec, budget)
         has_state = self.budget is not None and self.budget.percent >= MIN_STATE_BUDGET
         self._state = StateWidths(state_bits, STATE if has_state else LOSSLESS)
@@ -187,10 +191,12 @@ class CodecChoice:
         """
         for element in sorted({table.element for table in tables}):
             yield from compile_decoding(element)
-        wanted = {(self.codec_for(each.name, each.nbytes), each.dim, each.element) for each in tables}
+        wanted = {
+            (self.codec_for(each.name, each.nbytes, each.element), each.dim, each.element) for each in tables
+        }
         wanted |= {
-            (_state_codec(width, each.element, is_relative=False), each.dim, each.element)
-            for width in self._state.quantized
+            (self._state_codec(width, each.nbytes, each.element, is_relative=False), each.dim, each.element)
+            for width in [*self._state.quantized, *[LOSSLESS] * self.exact_parents]
             for each in tables
             if each.element in QUANTIZABLE
         }
@@ -201,8 +207,15 @@ class CodecChoice:
     def of(self, array: RowArray) -> RowCodec:
         """The codec of an array."""
         if array.is_weight:
-            return self.codec_for(array.table.name, array.nbytes)
+            return self.codec_for(array.table.name, array.nbytes, array.element)
         return self.state_codec_for(array.table.name, array.slot, array.nbytes, array.element)
+
+    def why_absolute(self, array: RowArray) -> str:
+        """What keeps rows from being lossless and relative: their element type, or the codec; "" if nothing does."""
+        codec = self.of(array)
+        if is_exact(relative_codec(codec)):
+            return ""
+        return str(codec.get_config()["id"]) if array.element == "float32" else array.element
 
     def over(self, array: RowArray, line: ArrayLine | None) -> RowCodec:
         """The codec of an array in a delta over its line, or in a whole version."""
@@ -213,25 +226,36 @@ class CodecChoice:
         """The bytes that a row of an array is expected to take."""
         return self.of(array).bytes_per_row((*array.shape, 1)[1], array.element)
 
-    def codec_for(self, table: str, table_bytes: int) -> RowCodec:
+    def codec_for(self, table: str, table_bytes: int, element: str = "float32") -> RowCodec:
         """The codec of a table of that name and size. Small tables are lossless unless a pattern names them."""
-        chosen = self._chosen.get((table, table_bytes))
+        chosen = self._chosen.get((table, table_bytes, element))
         if chosen is None:
-            chosen = self._chosen[table, table_bytes] = self._choose(table, table_bytes)
+            own = self._choose(table, table_bytes, self._lossless(table_bytes, element))
+            chosen = self._chosen[table, table_bytes, element] = self._over_exact(own, element)
         return chosen
 
-    def _choose(self, table: str, table_bytes: int) -> RowCodec:
+    def _lossless(self, nbytes: int, element: str) -> RowCodec:
+        """The codec of lossless rows of an array, where no other is asked for."""
+        is_relative = self.exact_parents and element == "float32" and nbytes >= LOSSLESS_BELOW_BYTES
+        return FloatingRows(MANTISSA_BITS, relative=True) if is_relative else LosslessRows()
+
+    def _over_exact(self, codec: RowCodec, element: str) -> RowCodec:
+        """The codec, with exact rows relative where their integers are kept in memory."""
+        if isinstance(codec, Followed):
+            return Followed(self._over_exact(codec.codec, element), codec.then)
+        is_relative = self.exact_parents and element == "float32"
+        return replace(codec, relative=is_relative) if is_exact(codec) else codec
+
+    def _choose(self, table: str, table_bytes: int, lossless: RowCodec) -> RowCodec:
         named = match_pattern(self._patterns, table)
         if named is not None:
             return named
         if self._single is not None:
             return LosslessRows() if table_bytes < LOSSLESS_BELOW_BYTES else self._single
         if self.budget is not None and self._goes_by_budget(table, table_bytes):
-            return (
-                LatticeRows(self.budget.rms_step, relative=True) if self.budget.rms_step else LosslessRows()
-            )
+            return LatticeRows(self.budget.rms_step, relative=True) if self.budget.rms_step else lossless
         width = choose_bits(self._bits, table, table_bytes, self._auto)
-        return LosslessRows() if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
+        return lossless if width == LOSSLESS else UniformRows(scheme="adaptive", bits=width)
 
     def state_codec_for(self, table: str, slot: str, nbytes: int, element: str) -> RowCodec:
         """The codec of an array of optimizer state beside a table's rows.
@@ -239,34 +263,31 @@ class CodecChoice:
         Element types that can't be quantized, such as integers, are lossless, even if a pattern names them. Floating
         grids are relative where the rows of a large table of that name are.
         """
-        is_relative = self._is_relative(table)
+        is_relative = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES, element)) is not None
         key = table, slot, nbytes, element, is_relative
         chosen = self._chosen.get(key)
         if chosen is None:
             width = self._state.of(table, slot, nbytes)
-            chosen = self._chosen[key] = _state_codec(width, element, is_relative)
+            chosen = self._chosen[key] = self._state_codec(width, nbytes, element, is_relative)
         return chosen
 
     def keeps_deltas_small(self, table: str) -> bool:
         """Whether rows of a large table of that name, and all of their state, are on grids: few of them change.
 
-        False where `state_bits` names slots, which may be on none.
+        False where `state_bits` names slots, which may be on none. On a grid that has all bits, all rows change.
         """
-        state = self.state_codec_for(table, "", LOSSLESS_BELOW_BYTES, "float32")
-        return relative_codec(state) is not None and not isinstance(self._state_bits, Mapping)
+        state = relative_codec(self.state_codec_for(table, "", LOSSLESS_BELOW_BYTES, "float32"))
+        rows = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES))
+        on_grids = state is not None and not (is_exact(state) or is_exact(rows))
+        return on_grids and not isinstance(self._state_bits, Mapping)
 
-    def _is_relative(self, table: str) -> bool:
-        return relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES)) is not None
-
-
-def _state_codec(width: int | str, element: str, is_relative: bool) -> RowCodec:
-    """The codec of state of a width, lossless where the element type can't be quantized."""
-    if width == LOSSLESS or element not in QUANTIZABLE:
-        return LosslessRows()
-    if isinstance(width, int):
-        return CeilingRows(width)
-    bits = MANTISSAS[width]
-    return FloatingRows(bits, is_relative and bits <= MAX_MANTISSA)  # exact codes are not kept in memory
+    def _state_codec(self, width: int | str, nbytes: int, element: str, is_relative: bool) -> RowCodec:
+        """The codec of state of a width, lossless where the element type can't be quantized."""
+        if width == LOSSLESS or element not in QUANTIZABLE:
+            return self._lossless(nbytes, element)
+        if isinstance(width, int):
+            return CeilingRows(width)
+        return self._over_exact(FloatingRows(MANTISSAS[width], is_relative), element)
 
 
 def _budget_of(bits: Bits | None, codec: CodecOption, budget: float | None) -> Budget | None:

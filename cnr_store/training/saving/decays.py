@@ -23,7 +23,7 @@ from cnr_store.training.saving.codec_choice import CodecChoice
 from cnr_store.training.saving.snapshot import Snapshot
 from cnr_store.training.saving.tally import continues
 from cnr_store.writing.lineage import ArrayLine
-from cnr_store.writing.row_codes import Known, gridded_codec
+from cnr_store.writing.row_codes import Known, gridded_codec, is_exact
 
 _ROWS = 2048
 """That are looked at, evenly spread over an array."""
@@ -135,14 +135,17 @@ class Decays:
 
     def _why_off(self, array: RowArray, move: Move) -> str:
         codec = gridded_codec(self._codecs.of(array))
-        if not isinstance(codec, FloatingRows):  # no reader could mix its rows with those beneath
+        # No reader could mix its rows with those beneath.
+        if not isinstance(codec, FloatingRows) or is_exact(codec):
             return "its rows are stored in another way"
         has_room = move[1] <= min(MAX_SHIFT, (MAX_CODE >> codec.mantissa_bits) - _SPARE_OCTAVES)
         return "" if has_room else "its values have decayed by more than its integers have room for"
 
     def _may_move(self, array: RowArray) -> bool:
         codec = gridded_codec(self._codecs.of(array))
-        is_floating = isinstance(codec, FloatingRows) and codec.relative and array.element == "float32"
+        if not isinstance(codec, FloatingRows) or is_exact(codec):
+            return False
+        is_floating = codec.relative and array.element == "float32"
         return is_floating and not array.is_weight and array.shape[0] >= _LEAST_ROWS and array.local_rows > 0
 
     def _rows(self, array: RowArray) -> AnyArray:

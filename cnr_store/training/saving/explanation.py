@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 from cnr_store.errors import listed
@@ -65,6 +66,8 @@ class Explanation(tuple[ExplainedTable, ...]):
     # Bytes of memory that hold what is stored of rows: as codes, and as digests where there was no room for codes.
     code_bytes: int = 0
     digest_bytes: int = 0
+    exact_bytes: int = 0  # of the codes, those of lossless rows: see `Limits.exact_parents`
+    absolute: Mapping[str, str] = MappingProxyType({})  # by path, why that does nothing for arrays
 
     @classmethod
     def of(
@@ -73,13 +76,15 @@ class Explanation(tuple[ExplainedTable, ...]):
         arrays: Sequence[RowArray],
         snapshot_bytes: int,
         budget: Budget | None,
-        known_bytes: tuple[int, int],
+        known_bytes: tuple[int, int, int],
+        absolute: Mapping[str, str],
     ) -> Self:
         """Explain saves of tables, whose rows are in `arrays`, in the order in which saves copy them."""
         found = cls(tables)
         changed = {table.name: table.changed for table in found}
         found.snapshot_bytes, found.budget = snapshot_bytes, budget
-        found.code_bytes, found.digest_bytes = known_bytes
+        found.code_bytes, found.exact_bytes, found.digest_bytes = known_bytes
+        found.absolute = absolute
         found.live_bytes = _without_room(
             [changed[each.table.name] * _local_row_bytes(each) for each in arrays], snapshot_bytes
         )
@@ -100,8 +105,14 @@ class Explanation(tuple[ExplainedTable, ...]):
                 text.append(self._stall(kind, nbytes))
         text += [f"Budget: {self.budget}."] if self.budget else []
         if self.code_bytes or self.digest_bytes:
-            kept = f"{bytes_text(self.code_bytes)} of codes, {bytes_text(self.digest_bytes)} of digests"
+            exact = f", {bytes_text(self.exact_bytes)} of them exact" if self.exact_bytes else ""
+            kept = (
+                f"{bytes_text(self.code_bytes)} of codes{exact}, {bytes_text(self.digest_bytes)} of digests"
+            )
             text.append(f"In memory of what is stored: {kept}.")
+        if self.absolute:
+            arrays = (f"{path.removeprefix('tables/')} ({why})" for path, why in self.absolute.items())
+            text.append(f"exact_parents does nothing for {listed(arrays, 3)}.")
         text += [ADVICE] if any(table.whole or table.compared for table in self) else []
         return "\n".join(text)
 

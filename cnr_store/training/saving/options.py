@@ -80,6 +80,7 @@ class Options:
             "retention": repr(self.retention),
             "failures": repr(replace(self.failures, retry_seconds=0)),
             "limits.overlap": self.limits.overlap,
+            "limits.exact_parents": self.limits.exact_parents,
             "tracking.exclude": repr(trained.excluded.patterns),
             "tracking.audit": "all" if self.audits_all else "samples",
             "job": repr(replace(self.job, group=None)),

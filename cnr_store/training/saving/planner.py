@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cnr_codecs import LosslessRows
 from cnr_store.format.record import Record
 from cnr_store.policies.past import SINCE, DeltaBytes, Since
 from cnr_store.policies.policy import Decision, Offer, decide
@@ -28,7 +29,7 @@ from cnr_store.training.tracking.bitmap import bitmap_bytes, count
 from cnr_store.training.tracking.comparison import Comparison
 from cnr_store.writing.lineage import ArrayLine, Lineage
 from cnr_store.writing.plan import Plan
-from cnr_store.writing.row_codes import CodeCache, Known, is_same_grid, relative_codec
+from cnr_store.writing.row_codes import CodeCache, Known, is_exact, is_same_grid, relative_codec
 from cnr_store.writing.steps import finds_step, stored_grid
 
 _MIN_SHARE_TO_KEEP = 1 / 8
@@ -186,7 +187,8 @@ class Planner:
         config, grids = configs[0], [stored_grid(each) for each in configs]
         grid = grids[0] if all(is_same_grid(each, grids[0]) for each in grids) else None
         is_in_columns = [part.columns for part in table.parts] != [table.dim]
-        if self._policy == "full" or is_in_columns or config is None:
+        is_unwanted = grid is not None and grid.is_exact and not self._codecs.exact_parents
+        if self._policy == "full" or is_in_columns or config is None or is_unwanted:
             return None
         is_relative = grid is not None and bool(config.get("relative"))
         is_alike = grid is not None or all(each == config for each in configs)
@@ -268,14 +270,16 @@ class Planner:
             is_compared = why is not None and table.path in sets.compared
             is_whole = why is not None and not is_compared
             changed = table.local_rows if is_whole else count(rows)
-            config = self._codecs.of(own[0]).get_config()
-            bits = 32 if config["id"] == "cnr_rows" else config.get("bits")
+            codec = self._codecs.of(own[0])
+            is_lossless = isinstance(codec, LosslessRows) or is_exact(codec)
+            bits = 32 if is_lossless else codec.get_config().get("bits")
             size = sum(self._codecs.row_bytes(each) for each in own)
             told = name, table.rows, is_whole, why or ways[name], bits, changed
             sizes = round(changed * size), round(table.rows * size)
             tables.append(ExplainedTable(*told, *sizes, is_compared))
         known = self._codecs.budget, self._code_cache.nbytes
-        return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, *known)
+        absolute = _why_absolute(arrays, self._codecs, self._code_cache, self._tally)
+        return Explanation.of(tables, arrays, self._copies.staging.limit_bytes, *known, absolute)
 
     def plan(self, decision: Decision, snapshot: Snapshot, changed: Changed) -> Callable[[], Plan]:
         """Copy the rows of the version that was decided on, as far as there is room.
@@ -339,6 +343,18 @@ def _refits(
     why = {path: line.fit.why_whole for path, line in lines.items() if line.fit.why_whole}
     due = [each for each in arrays if each.path in why and finds_step(codecs.of(each))]
     return {each.path: why[each.path] for each in due}
+
+
+def _why_absolute(
+    arrays: Iterable[RowArray], codecs: CodecChoice, codes: CodeCache, tally: Tally
+) -> dict[str, str]:
+    """By path, why `exact_parents` does nothing for arrays; of none, if it is not given."""
+    why = {}
+    for array in arrays if codecs.exact_parents else ():
+        cut = "several ranks hold columns of its rows" if tally.is_cut(array) else ""
+        no_room = "" if codes.may_have_codes(array.path) else "no room in memory"
+        why[array.path] = codecs.why_absolute(array) or cut or no_room
+    return {path: each for path, each in why.items() if each}
 
 
 def _worth_whole(

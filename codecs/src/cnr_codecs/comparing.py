@@ -13,6 +13,7 @@ from cnr_codecs.kernels.comparing import (
     OTHER,
     SAME,
     UNKNOWN,
+    compare_exact,
     compare_floats,
     compare_steps,
     digest_rows,
@@ -27,13 +28,14 @@ from cnr_codecs.protocol import Rows
 Codes = npt.NDArray[np.signedinteger[Any]]
 Digests = npt.NDArray[np.uint64]
 _WORD = np.dtype(np.uint64)
+_ANY = (1 << 31) - 1
 
 
 def compare_rows(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.NDArray[np.uint8]:
     """Return of each row whether its codes are those known, as the codec of the grid would find them.
 
     `values`: (n, dim), C-contiguous, of the array dtype of the element type.
-    `parent`: (n, dim) int8 or int16: the codes known; a row is unknown whose first one is `unknown_code` of the dtype.
+    `parent`: (n, dim) of `code_dtype`: the codes known; a row is unknown whose first one is `unknown_code` of that.
 
     Returns: uint8 (n,): `SAME`, `OTHER` or `UNKNOWN`.
     """
@@ -42,7 +44,9 @@ def compare_rows(values: Rows, parent: Codes, grid: Grid, element: str) -> npt.N
     if values.dtype == np.float64:
         return _compare_wide(values, parent, grid, element)
     flat, codes = read_only(np.ascontiguousarray(values, np.float32)), read_only(parent)
-    if grid.mantissa:
+    if grid.is_exact:
+        compare_exact(flat, dim, codes, unknown, found)
+    elif grid.mantissa:
         kinds = np.float32(grid.scale), MANTISSA_BITS - grid.mantissa, floating_limits(grid, element)
         compare_floats(flat, dim, *kinds, codes, unknown, found)
     else:
@@ -72,7 +76,7 @@ def read_codes(values: Rows, grid: Grid, element: str, codes: Codes) -> npt.NDAr
     if grid.is_moved:
         return _read_moved(flat.reshape(values.shape), grid, element, codes)
     if grid.mantissa:
-        least, most = code_range(grid.mantissa, element)
+        least, most = (0, _ANY) if grid.is_exact else code_range(grid.mantissa, element)
         shift = MANTISSA_BITS - grid.mantissa
         read_floats(flat, dim, shift, least, most, out, unknown_code(codes.dtype), found)
     else:
@@ -123,7 +127,7 @@ def stored_digests(values: Rows, grid: Grid, element: str, key: int) -> Digests:
 
 def code_dtype(grid: Grid | None) -> np.dtype[np.signedinteger[Any]]:
     """Return the narrowest dtype that most codes on a grid fit into. None: on a lattice whose step is not known yet."""
-    return np.dtype(np.int16 if grid is not None and grid.mantissa else np.int8)
+    return grid.dtype if grid is not None and grid.mantissa else np.dtype(np.int8)
 
 
 def unknown_code(dtype: npt.DTypeLike) -> int:

@@ -16,7 +16,7 @@ from cnr_codecs.comparing import OTHER, SAME, UNKNOWN, code_dtype, compare_rows,
 from cnr_codecs.elements import element_named
 from cnr_codecs.payload.coded import Grid, has_floating_codes
 
-GRIDS = [Grid(0.125), Grid(3 / 32), Grid(2.0**-90), *(Grid(mantissa=bits) for bits in (1, 3, 7))]
+GRIDS = [Grid(0.125), Grid(3 / 32), Grid(2.0**-90), *(Grid(mantissa=bits) for bits in (1, 3, 7, 23))]
 Rows = npt.NDArray[Any]
 
 
@@ -51,6 +51,8 @@ def codes_of(values: Rows, grid: Grid, element: str) -> tuple[Rows, npt.NDArray[
 def test_rows_compare_as_their_codes_do(seed: int, dim: int, grid: Grid, element: str) -> None:
     if element == "float64" and not grid.mantissa:
         return  # which has no lattice
+    if grid.is_exact and element != "float32":
+        return  # of which none are kept
     assert has_floating_codes(element_named(element))
     random = np.random.default_rng(seed)
     older, newer = (rows_of(random, 60, dim, element) for _ in range(2))
@@ -63,7 +65,7 @@ def test_rows_compare_as_their_codes_do(seed: int, dim: int, grid: Grid, element
         newer = (newer.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     (before, known), (after, coded) = codes_of(older, grid, element), codes_of(newer, grid, element)
     dtype = code_dtype(grid)
-    known &= (np.abs(before.astype(np.int32)) <= np.iinfo(dtype).max).all(axis=1)
+    known &= (np.abs(before.astype(np.int64)) <= np.iinfo(dtype).max).all(axis=1)
     parent = before.astype(dtype)
     parent[~known, 0] = unknown_code(dtype)
     expected = np.where(coded & (after == before).all(axis=1), SAME, OTHER)

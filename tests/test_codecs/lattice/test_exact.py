@@ -26,7 +26,9 @@ from cnr_codecs import (
     split_segments,
     take_rows,
 )
+from cnr_codecs.comparing import OTHER, SAME, UNKNOWN, code_dtype, compare_rows, read_codes, unknown_code
 from cnr_codecs.elements import element_named
+from cnr_codecs.payload.coded import Grid
 from cnr_codecs.protocol import Rows
 from tests.nightly import histories
 from tests.test_codecs.hard_rows import adversarial_rows, decode, encode, rows_of
@@ -111,6 +113,24 @@ def test_bits_of_every_kind_come_back(seed: int, element: str, dim: int) -> None
         marks = np.isin(np.arange(2 * rows), older).view(np.uint8)
         composed = compose([base, delta], np.arange(2 * rows), dim, element, marks, in_values=in_values)
         assert composed[older].tobytes() == newer.tobytes()
+
+
+@settings(deadline=None, max_examples=histories(40))
+@given(seed=st.integers(0, 2**32), dim=st.integers(1, 40))
+def test_codes_are_read_and_compared_bit_for_bit(seed: int, dim: int) -> None:
+    """All but rows that begin with the least code, which stands for those that are not known."""
+    rng, grid = np.random.default_rng(seed), Grid(mantissa=23)
+    values, known = bits_of(rng, 60, dim), np.empty((60, dim), code_dtype(grid))
+    expected, _ = codes_of(values, 23, "float32")
+    lacking = read_codes(values, grid, "float32", known)
+    np.testing.assert_array_equal(lacking, expected[:, 0] == unknown_code(np.int32))
+    np.testing.assert_array_equal(known, expected)
+    changed = values.copy()
+    places = np.arange(60), rng.integers(dim, size=60)
+    changed.view(np.uint32)[places] ^= np.uint32(1) << rng.integers(32, size=60, dtype=np.uint32)
+    for rows, answer in ((values, SAME), (changed, OTHER)):
+        found = compare_rows(rows, known, grid, "float32")
+        np.testing.assert_array_equal(found, np.where(lacking, UNKNOWN, answer))
 
 
 @pytest.mark.parametrize("element", ["float16", "bfloat16"])

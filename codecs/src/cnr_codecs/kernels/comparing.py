@@ -96,6 +96,18 @@ def compare_floats(
 
 
 @kernel
+def compare_exact(values: Any, dim: int, parent: Any, unknown: int, found: Any) -> None:
+    """Do as `compare_floats`, where codes have all bits: `parent` is int32."""
+    width = np.uintp(dim)
+    for i in range(found.size):
+        first, different = np.uintp(i * dim), np.int32(0)
+        for j in range(first, first + width):
+            bits = np.int32(bits_of(values[j]))
+            different |= parent[j] ^ bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        found[i] = UNKNOWN if parent[first] == unknown else OTHER if different else SAME
+
+
+@kernel
 def read_steps(values: Any, dim: int, step: Any, most: int, codes: Any, unknown: int, found: Any) -> None:
     """Write the codes of rows of flat float32 to `codes` (int8 or int16) where each value is `step` times one.
 
@@ -121,9 +133,9 @@ def read_steps(values: Any, dim: int, step: Any, most: int, codes: Any, unknown:
 def read_floats(
     values: Any, dim: int, shift: int, least: int, most: int, codes: Any, unknown: int, found: Any
 ) -> None:
-    """Do as `read_steps`, where each value of flat float32 has the bits of a code (int16)."""
+    """Do as `read_steps`, where each value of flat float32 has the bits of a code (int16, or int32 if it is exact)."""
     width, below = np.uintp(dim), np.uint32(shift)
-    low = np.uint32((1 << shift) - 1)
+    low, narrow = np.uint32((1 << shift) - 1), np.int32(codes.itemsize == 2)
     for i in range(found.size):
         first = np.uintp(i * dim)
         bad: Any = False
@@ -131,9 +143,11 @@ def read_floats(
             bits = bits_of(values[j])
             magnitude = np.int32((bits & _SIZE) >> below)
             bad |= (bits & low) != 0 or magnitude > most or (magnitude < least and bits != 0)
-            codes[j] = -magnitude if bits >> _SIGN else magnitude
-        if bad:
+            sign = np.int32(bits >> _SIGN)
+            codes[j] = np.int32((magnitude ^ -sign) + sign * narrow)
+        if bad or codes[first] == unknown:
             codes[first] = unknown
+            bad = True
         found[i] = bad
 
 

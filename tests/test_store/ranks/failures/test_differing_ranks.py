@@ -37,6 +37,11 @@ def steps(url: str) -> list[int]:
         ("memory", "OptionError", "lies in the memory of one process"),
         ("keep_last", "OptionError", "keep_last differs between ranks: None on rank 0; 3 on rank 1"),
         ("overlap", "OptionError", "overlap differs between ranks: 'wait' on rank 0; 'skip' on rank 1"),
+        (
+            "exact_parents",
+            "OptionError",
+            "exact_parents differs between ranks: False on rank 0; True on rank 1",
+        ),
         ("wrong", "OptionError", "keep_last"),
         ("absent", "RanksError", "construct: rank 1 did not answer"),
     ],

@@ -53,6 +53,7 @@ def make_differently(folder: str, option: str) -> Told:
         "keep_last": {"keep_last": 3},
         "wrong": {"keep_last": -1},
         "overlap": {"limits": cnr_store.Limits(workers=1, overlap="skip")},
+        "exact_parents": {"limits": cnr_store.Limits(exact_parents=True)},
     }
     options = differing.get(option, {})
     if is_last and option == "absent":

@@ -44,6 +44,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "uniform": {"bits": 4, "state_bits": 4},
     "exact": {"codec": {"id": "cnr_floating", "mantissa_bits": 23, "relative": True}, "state_bits": "m23"},
     "lossless": {"bits": 32},
+    "parents": {"budget": 0, "limits": cnr_store.Limits(exact_parents=True)},
 }
 
 
@@ -322,7 +323,7 @@ WAYS = [
 
 
 @pytest.mark.some_by_day(8)
-@pytest.mark.parametrize("form", ["relative", "uniform", "exact", "lossless"])
+@pytest.mark.parametrize("form", ["relative", "uniform", "exact", "lossless", "parents"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_comparison_finds_what_nobody_sees(tmp_path: Path, way: Callable[[Any], None], form: str) -> None:
     job = Job(MAKERS["Adam"])
