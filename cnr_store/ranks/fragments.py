@@ -51,7 +51,7 @@ class RawRows:
     shard: int  # shard, slot: the shard, and the chunk inside it
     slot: int
     first_column: int  # of the values
-    offsets: npt.NDArray[np.uint32]  # uint32 (n,) ascending: the rows within the chunk
+    offsets: npt.NDArray[np.uint32]  # uint32 (n,) ascending, at least one: the rows within the chunk
     # (n, columns) in C order. Unpacked ones are uint8 (n, bytes of a row's values); `view` gives them the dtype of the
     # array, which receivers know.
     values: npt.NDArray[Any]
@@ -71,7 +71,8 @@ def pack(fragments: Sequence[Fragment]) -> list[BytesLike]:
             parts = [payload]
         else:
             parts = [_flat(fragment.offsets.astype(_OFFSET, copy=False)), _flat(fragment.values)]
-            entries += _ENTRY.pack(_RAW, *where, fragment.first_column, *_rows_and_size(fragment))
+            rows = len(fragment.offsets)
+            entries += _ENTRY.pack(_RAW, *where, fragment.first_column, rows, fragment.values.nbytes // rows)
         for part in parts:
             bodies += [part, bytes(-len(part) % _ALIGNMENT)]
     bodies = [body for body in bodies if len(body)]
@@ -81,81 +82,42 @@ def pack(fragments: Sequence[Fragment]) -> list[BytesLike]:
     return [head + checksum + entries, *bodies]
 
 
-def _rows_and_size(raw: RawRows) -> tuple[int, int]:
-    """How many rows there are, and the bytes of the values of one."""
-    rows = len(raw.offsets)
-    if raw.values.ndim != 2 or len(raw.values) != rows:
-        raise ValueError(
-            f"values of shape {raw.values.shape} for {rows} rows of chunk {raw.slot} of shard {raw.shard}"
-        )
-    return rows, raw.values.nbytes // rows if rows else 0
-
-
 def unpack(data: BytesLike) -> list[Fragment]:
-    """The fragments of a message, as views of it.
+    """The fragments of a message, as views of it. `ValueError` if it did not arrive as it was sent.
 
     `data`: the whole message. It must stay as it is while the fragments are in use.
     """
     message = _flat(data)
-    count = _check_head(message)
-    reader = _Reader(message, _ENTRIES_AT)
-    entries = reader.take(_ENTRY.size * count)
-    fragments = [_read(reader, entry) for entry in _ENTRY.iter_unpack(entries)]
-    if reader.position != len(message):
-        raise ValueError(f"{len(message) - reader.position} bytes follow the last fragment of a message")
-    return fragments
-
-
-def _check_head(message: memoryview) -> int:
-    """The number of fragments, if the message arrived as it was sent."""
-    if len(message) < _ENTRIES_AT:
-        raise ValueError(f"a message of {len(message)} bytes, of which the head alone takes {_ENTRIES_AT}")
-    magic, nbytes, count = _HEAD.unpack_from(message)
-    if magic != _MAGIC:
+    if message[: len(_MAGIC)] != _MAGIC or len(message) < _ENTRIES_AT:
+        begin = bytes(message[: len(_MAGIC)])
         raise ValueError(
-            f"a message begins with {magic!r}, not {_MAGIC!r}: do all ranks run the same release?"
+            f"a message begins with {begin!r}, not {_MAGIC!r}: do all ranks run the same release?"
         )
-    if nbytes != len(message):
-        raise ValueError(f"a message has {len(message)} bytes of {nbytes}")
+    _, nbytes, count = _HEAD.unpack_from(message)
     (stored,) = _CHECKSUM.unpack_from(message, _HEAD.size)
     computed = _crc([message[: _HEAD.size], message[_ENTRIES_AT:]])
-    if stored != computed:
-        raise ValueError(f"a message does not match its checksum: sent {stored:08x}, computed {computed:08x}")
-    return int(count)
+    if (nbytes, stored) != (len(message), computed):
+        raise ValueError(
+            f"a message does not match its checksum: sent {nbytes} bytes, {stored:08x}, computed of {len(message)} "
+            f"bytes {computed:08x}"
+        )
+    # What is proven to be what `pack` wrote is taken by its word.
+    end = _ENTRIES_AT + _ENTRY.size * count
 
+    def take(nbytes: int) -> memoryview:
+        nonlocal end
+        begin, end = end, end + nbytes + -nbytes % _ALIGNMENT
+        return message[begin : begin + nbytes]
 
-class _Reader:
-    """Takes consecutive parts of a message, and raises where one would pass its end."""
-
-    def __init__(self, message: memoryview, position: int) -> None:
-        self.message = message
-        self.position = position
-
-    def take(self, nbytes: int) -> memoryview:
-        """The next bytes. The padding behind them is skipped."""
-        end = self.position + nbytes
-        padded = end + -end % _ALIGNMENT
-        if padded > len(self.message):
-            raise ValueError(f"a message of {len(self.message)} bytes is cut at byte {self.position}")
-        part = self.message[self.position : end]
-        if any(self.message[end:padded]):
-            raise ValueError(f"a message has other bytes than zeros from byte {end} to {padded}")
-        self.position = padded
-        return part
-
-
-def _read(reader: _Reader, entry: tuple[int, ...]) -> Fragment:
-    kind, write, shard, slot, first_column, rows, size = entry
-    if kind == _ENCODED and first_column == rows == 0:
-        return EncodedChunk(write, shard, slot, reader.take(size))
-    # Without rows, a size would pass any check of the bytes that follow.
-    if kind != _RAW or (rows == 0) != (size == 0):
-        raise ValueError(f"a message holds a fragment that is not known: {entry}")
-    offsets = np.frombuffer(reader.take(rows * _OFFSET.itemsize), _OFFSET)
-    if not (offsets[:-1] < offsets[1:]).all():
-        raise ValueError(f"the rows of chunk {slot} of shard {shard} do not ascend in a message")
-    values = np.frombuffer(reader.take(rows * size), np.uint8).reshape(rows, size)
-    return RawRows(write, shard, slot, first_column, offsets, values)
+    fragments = list[Fragment]()
+    for kind, write, shard, slot, first_column, rows, size in _ENTRY.iter_unpack(message[_ENTRIES_AT:end]):
+        if kind == _ENCODED:
+            fragments.append(EncodedChunk(write, shard, slot, take(size)))
+            continue
+        offsets = np.frombuffer(take(rows * _OFFSET.itemsize), _OFFSET)
+        values = np.frombuffer(take(rows * size), np.uint8).reshape(rows, size)
+        fragments.append(RawRows(write, shard, slot, first_column, offsets, values))
+    return fragments
 
 
 def _flat(data: BytesLike | npt.NDArray[Any]) -> memoryview:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise
@@ -13,9 +13,6 @@ from zlib import crc32
 
 from cnr_store.errors import UnsupportedModelError
 
-MAX_RANKS = 1 << 16
-"""Of a placement that another rank sent: a damaged one must not fill the memory."""
-MAX_ROWS = 1 << 62
 WRITER_ROWS = 1 << 12
 """Replicas share their rows out in runs of so many."""
 MOST_WRITERS = 8
@@ -147,20 +144,18 @@ class Placement:
         return {"name": self.name, "shape": list(self.shape), "bands": bands}
 
     @classmethod
-    def from_json(cls, doc: object) -> Self:
-        """What `to_json` gave. `ValueError` if `doc` is anything else."""
-        if not isinstance(doc, dict) or doc.keys() != {"name", "shape", "bands"}:
-            raise ValueError("a placement is an object with name, shape and bands")
-        name, shape = doc["name"], [_count(size, 0) for size in _list(doc["shape"])]
-        if type(name) is not str or len(shape) != 2:
-            raise ValueError("a placement has a name, and a shape of rows and columns")
+    def from_json(cls, doc: Mapping[str, Any]) -> Self:
+        """What `to_json` gave."""
         bands, end_row = [], 0
-        for rows, *spans in map(_list, _list(doc["bands"])):
-            bands.append(Band(end_row, _count(rows), _parse_spans(spans, shape[1])))
+        for rows, *spans in doc["bands"]:
+            end_column, parsed = 0, list[Span]()
+            for columns, *runs in spans:
+                ranks = chain.from_iterable(map(range, runs[::2], runs[1::2]))
+                parsed.append(Span(end_column, columns, tuple(ranks)))
+                end_column += columns
+            bands.append(Band(end_row, rows, tuple(parsed)))
             end_row += rows
-        if end_row != shape[0]:
-            raise ValueError(f"the bands of {name!r} have {end_row} rows of {shape[0]}")
-        return cls(name, (shape[0], shape[1]), tuple(bands))
+        return cls(doc["name"], tuple(doc["shape"]), tuple(bands))
 
 
 def _by_writer(band: Band, start: int) -> Iterator[Band]:
@@ -250,29 +245,3 @@ def _runs(ranks: Sequence[int]) -> list[int]:
     cuts = [number for number in range(1, len(ranks)) if ranks[number] != ranks[number - 1] + 1]
     bounds = pairwise([0, *cuts, len(ranks)])
     return [edge for begin, end in bounds for edge in (ranks[begin], ranks[end - 1] + 1)]
-
-
-def _parse_spans(spans: Iterable[object], all_columns: int) -> tuple[Span, ...]:
-    parsed, end_column = [], 0
-    for columns, *runs in map(_list, spans):
-        edges = [_count(edge, 0, MAX_RANKS) for edge in runs]
-        if not edges or len(edges) % 2 or any(one >= other for one, other in pairwise(edges)):
-            raise ValueError("ranks are ascending runs, each with its first rank and its end")
-        ranks = chain.from_iterable(map(range, edges[::2], edges[1::2]))
-        parsed.append(Span(end_column, _count(columns), tuple(ranks)))
-        end_column += parsed[-1].columns
-    if not parsed or end_column != all_columns:
-        raise ValueError(f"a band has {end_column} columns of {all_columns}")
-    return tuple(parsed)
-
-
-def _list(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{type(value).__name__} in place of a list in a placement")
-    return value
-
-
-def _count(value: object, minimum: int = 1, maximum: int = MAX_ROWS) -> int:
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise ValueError(f"{type(value).__name__} in place of an integer from {minimum} to {maximum}")
-    return value

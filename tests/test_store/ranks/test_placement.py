@@ -194,40 +194,6 @@ def test_the_form_of_a_document() -> None:
     assert placement.to_json() == DOC
 
 
-MALFORMED: dict[str, Any] = {
-    "no object": [],
-    "a member more": {**DOC, "more": 1},
-    "a member less": {"name": "t", "shape": [10, 4]},
-    "no name": {**DOC, "name": 3},
-    "one size": {**DOC, "shape": [10]},
-    "negative size": {**DOC, "shape": [-10, 4]},
-    "rows missing": {**DOC, "bands": DOC["bands"][:1]},
-    "rows too many": {**DOC, "shape": [9, 4]},
-    "columns missing": {**DOC, "bands": [[10, [3, 0, 2]]]},
-    "no rows": {**DOC, "bands": [[0, [4, 0, 1]], *DOC["bands"]]},
-    "no columns": {**DOC, "bands": [[10, [0, 0, 1], [4, 0, 1]]]},
-    "no spans": {"name": "t", "shape": [10, 0], "bands": [[10]]},
-    "an empty band": {**DOC, "bands": [[]]},
-    "no ranks": {**DOC, "bands": [[10, [4]]]},
-    "half a run": {**DOC, "bands": [[10, [4, 0]]]},
-    "an empty run": {**DOC, "bands": [[10, [4, 1, 1]]]},
-    "a run back": {**DOC, "bands": [[10, [4, 3, 4, 1, 2]]]},
-    "runs that touch": {**DOC, "bands": [[10, [4, 0, 1, 1, 2]]]},
-    "negative ranks": {**DOC, "bands": [[10, [4, -1, 2]]]},
-    "a run that fills the memory": {**DOC, "bands": [[10, [4, 0, 1 << 60]]]},
-    "true": {**DOC, "bands": [[10, [4, 0, True]]]},
-    "a float": {**DOC, "bands": [[10.0, [4, 0, 1]]]},
-    "text": {**DOC, "bands": [["10", [4, 0, 1]]]},
-    "no list": {**DOC, "bands": [10]},
-}
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_document_is_refused(name: str) -> None:
-    with pytest.raises(ValueError):
-        Placement.from_json(MALFORMED[name])
-
-
 def test_bands_cover_rows_in_order() -> None:
     pieces = [Piece(1000 * rank, 1000, 0, 8, rank) for rank in range(1024)]
     bands = Placement.of("t", (1024_000, 8), pieces[::-1]).bands
