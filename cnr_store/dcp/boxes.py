@@ -31,12 +31,12 @@ from cnr_store.training.model.object_state import tensor_leaf
 from cnr_store.training.model.tensors import (
     AnyArray,
     dense_numpy,
+    dense_tensor,
     dense_type,
     dtype_name,
     dtype_named,
-    numpy_view,
 )
-from cnr_store.writing.plan import DenseWrite, Held, RowsWrite
+from cnr_store.writing.plan import DensePiece, DenseWrite, Held, RowsWrite
 
 ROWS_BYTES = 16 << 10
 """Smaller tensors are dense, unless a pattern names them."""
@@ -62,6 +62,11 @@ class LocalItems:
     beside: dict[str, ArrayLeaf] = field(default_factory=dict)
     # Where names lie in the nested state dict, if the planner says so
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
+
+    def parts(self, name: str) -> list[tuple[torch.Size, torch.Tensor]]:
+        """Offsets and memory of each part of a tensor here that is not empty."""
+        parts = self.tensors[name][1] if name in self.tensors else []
+        return [(offsets, part) for offsets, part in parts if part.numel()]
 
     def say(self) -> Document:
         """What the other ranks must know."""
@@ -283,49 +288,6 @@ def beside_arrays(documents: Sequence[Document]) -> Iterator[tuple[int, str, Seq
             yield rank, path, shape, dtype, torch_dtype
 
 
-def gather_split(placed: Sequence[PlacedTensor], local: LocalItems, team: Team) -> dict[str, torch.Tensor]:
-    """Put the split tensors together that this rank owns. All ranks call it at once.
-
-    Returns: By name, tensors on the CPU.
-    """
-    apart = sorted(
-        (tensor for tensor in placed if tensor.owner >= 0 and tensor.is_split), key=lambda tensor: tensor.name
-    )
-    if not apart:
-        return {}
-    messages: dict[int, list[AnyArray]] = {}
-    expected: set[int] = set()
-    for tensor in apart:
-        for box in tensor.boxes:
-            if box.rank == team.rank:
-                held = local.tensors[tensor.name][1]
-                part = next(part for begin, part in held if [*begin] == [*box.offsets] and part.numel())
-                messages.setdefault(tensor.owner, []).append(dense_numpy(part)[0].reshape(-1))
-            if tensor.owner == team.rank:
-                expected.add(box.rank)
-    received = team.exchange(messages, expected)
-    return _assembled([tensor for tensor in apart if tensor.owner == team.rank], received)
-
-
-def _assembled(owned: Sequence[PlacedTensor], received: Mapping[int, memoryview]) -> dict[str, torch.Tensor]:
-    """The tensors, from one message of each rank that holds a part of any: its parts in the same order."""
-    used = dict.fromkeys(received, 0)
-    whole = {}
-    for tensor in owned:
-        dtype = dtype_named(tensor.element)
-        out = whole[tensor.name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-        for box in tensor.boxes:
-            part = torch.empty(box.sizes, dtype=dtype, device="cpu")
-            flat = numpy_view(part.reshape(-1)).view("u1")
-            begin, end = used[box.rank], used[box.rank] + flat.nbytes
-            if end > len(received[box.rank]):
-                raise SaveError(f"rank {box.rank} sent too few bytes of {tensor.name}")
-            flat[:] = received[box.rank][begin:end]
-            used[box.rank] = end
-            out[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = part
-    return whole
-
-
 @dataclass(frozen=True)
 class TensorRows:
     """Rows of a tensor of the state dict, from the parts of its columns side by side. They are read when encoded."""
@@ -343,18 +305,20 @@ class TensorRows:
 
 
 def rows_write(
-    tensor: PlacedTensor, local: LocalItems, whole: Mapping[str, torch.Tensor], team: Team, codec: RowCodec
+    tensor: PlacedTensor, local: LocalItems, whole: Mapping[str, DenseWrite], team: Team, codec: RowCodec
 ) -> RowsWrite:
-    """An array of rows to write, of which this rank may have all, some or none."""
+    """An array of rows to write, of which this rank may have all, some or none.
+
+    `whole`: by path, those that one rank has put together.
+    """
     parts: list[tuple[int, int, torch.Tensor]] = []
-    if tensor.name in whole:
-        parts = [(0, 0, whole[tensor.name])]
-    elif tensor.owner in (-1, team.rank) and tensor.name in local.tensors:
-        parts = [
-            (offsets[0], (*offsets, 0)[1], part)
-            for offsets, part in local.tensors[tensor.name][1]
-            if part.numel()
-        ]
+    if tensor.owner in (-1, team.rank):
+        joint = whole.get(tensor.path)
+        parts = (
+            [(offsets[0], (*offsets, 0)[1], part) for offsets, part in local.parts(tensor.name)]
+            if joint is None
+            else [(0, 0, dense_tensor(joint.values, joint.torch_dtype))]
+        )
     columns = sorted(
         ((column, first, part if part.ndim == 2 else part[:, None]) for first, column, part in parts),
         key=lambda each: each[0],
@@ -377,15 +341,19 @@ def rows_write(
     )
 
 
-def dense_write(
-    tensor: PlacedTensor, local: LocalItems, whole: Mapping[str, torch.Tensor], rank: int
-) -> DenseWrite:
-    """A dense array to write, on the rank that has it."""
-    if tensor.owner == rank and 0 not in tensor.shape:
-        values = whole[tensor.name] if tensor.name in whole else local.tensors[tensor.name][1][0][1]
-        return DenseWrite(tensor.path, *dense_numpy(values))
+def dense_write(tensor: PlacedTensor, local: LocalItems, rank: int) -> DenseWrite:
+    """A tensor as a dense array to write, with its values where it is whole; of one that is split, with its parts."""
+    parts = local.parts(tensor.name)
+    if tensor.owner == rank and parts and not tensor.is_split:
+        return DenseWrite(tensor.path, *dense_numpy(parts[0][1]))
     kind = dense_type(torch.empty(tensor.shape, dtype=dtype_named(tensor.element), device="meta"))
-    return DenseWrite(tensor.path, *kind, is_here=tensor.owner == rank)
+    pieces = (DensePiece(tuple(offsets), dense_numpy(part)[0]) for offsets, part in parts)
+    return DenseWrite(
+        *(tensor.path, *kind),
+        is_here=tensor.owner == rank,
+        pieces=tuple(pieces) if tensor.is_split else None,
+        owner=tensor.owner,
+    )
 
 
 def placeholder(shape: Sequence[int], dtype: np.dtype[Any]) -> AnyArray:

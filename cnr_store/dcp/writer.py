@@ -26,7 +26,6 @@ from cnr_store.dcp.boxes import (
     PlacedTensor,
     beside_arrays,
     dense_write,
-    gather_split,
     local_items,
     merged_values,
     place_tensors,
@@ -49,6 +48,7 @@ from cnr_store.training.model.tensors import dtype_named
 from cnr_store.training.saving.agreement import check_alike, together
 from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE
+from cnr_store.writing.exchange import joined
 from cnr_store.writing.lineage import spent_once_restored
 from cnr_store.writing.plan import DenseWrite, Plan
 from cnr_store.writing.writer import Writer as VersionWriter
@@ -314,13 +314,16 @@ class Writer(StorageWriter):
         self._codecs.choose_step(first["spent"], {})
         placed = place_tensors(said, lambda table: bool(match_pattern(self._tables, table)))
         self._check_tables(placed)
-        whole = gather_split(placed, local, team)
+        # What ranks hold in other boxes than rows is put together at once, that of dense arrays as they are written.
+        apart = [each for each in placed if each.is_rows and each.is_split and each.owner >= 0]
+        gathered = joined([dense_write(each, local, team.rank) for each in apart], team)
+        whole = {write.path: write for write in gathered}
         values, paths = merged_values(said)
         tensors = {
             tensor.name: StoredTensor(tensor.path, tensor.shape, dtype_named(tensor.element))
             for tensor in placed
         }
-        dense = [dense_write(each, local, whole, team.rank) for each in placed if not each.is_rows]
+        dense = [dense_write(each, local, team.rank) for each in placed if not each.is_rows]
         dense += [
             DenseWrite(
                 path,

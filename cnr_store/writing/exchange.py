@@ -324,22 +324,27 @@ def joined(dense: Sequence[DenseWrite], team: Team) -> list[DenseWrite]:
 
 
 def _dense_fragments(number: int, write: DenseWrite) -> Iterator[Fragment]:
-    """What this rank has of a dense array, as rows of all that lies beyond its first dimension."""
-    beyond = math.prod(write.values.shape[2:])
+    """What this rank has of a dense array. The slot is the number of dimensions that count as rows."""
+    shape = write.values.shape or (1,)
     for piece in write.pieces or ():
         if piece.values.size:
-            values = piece.values.reshape(len(piece.values) if piece.values.ndim else 1, -1)
-            offsets = np.arange(piece.first_row, piece.first_row + len(values), dtype=np.uint32)
-            yield RawRows(number, 0, 0, piece.first_column * beyond, offsets, values)
+            sizes, offsets = piece.values.shape or (1,), (*piece.offsets, 0, *(0 for _ in shape))
+            # All behind the last dimension that is cut lies side by side.
+            cut = max((at for at in range(1, len(shape)) if sizes[at] < shape[at]), default=1)
+            grid = np.ix_(*map(np.arange, offsets[:cut], np.add(offsets[:cut], sizes[:cut])))
+            rows = np.ravel_multi_index(grid, shape[:cut]).astype(np.uint32).reshape(-1)
+            first_column = offsets[cut] * math.prod(shape[cut + 1 :])
+            yield RawRows(number, 0, cut, first_column, rows, piece.values.reshape(len(rows), -1))
 
 
 def _whole(write: DenseWrite, pieces: Sequence[RawRows]) -> DenseWrite:
-    values = np.empty(write.values.shape, write.values.dtype)
-    rows = len(values) if values.ndim else 1
-    cells, boxes = values.reshape(rows, values.size // max(1, rows)), dict[tuple[int, ...], int]()
+    values, boxes = np.empty(write.values.shape, write.values.dtype), dict[tuple[int, ...], int]()
     for piece in pieces:  # replicas of a box are alike
+        cells = values.reshape(math.prod(values.shape[: piece.slot]), -1)
         row, column, part = int(piece.offsets[0]), piece.first_column, piece.values.view(values.dtype)
-        cells[row : row + len(part), column : column + part.shape[1]] = part
+        is_run = int(piece.offsets[-1]) - row < len(part)
+        rows = slice(row, row + len(part)) if is_run else piece.offsets
+        cells[rows, column : column + part.shape[1]] = part
         boxes[row, column, *part.shape] = part.size
     if sum(boxes.values()) != values.size:
         raise SaveError(

@@ -156,10 +156,9 @@ class MovedRows(Protocol):
 
 @dataclass(frozen=True)
 class DensePiece:
-    """A box of a dense array: the others of its dimensions are whole."""
+    """A box of a dense array."""
 
-    first_row: int
-    first_column: int
+    offsets: tuple[int, ...]  # of its first dimensions; 0 in all others
     values: Array
 
 

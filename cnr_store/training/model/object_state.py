@@ -41,7 +41,7 @@ def spread_leaf(value: torch.Tensor, name: str) -> SpreadLeaf:
     """A copy of what this process holds of a DTensor, as a leaf of a state."""
     shape, torch_dtype = dense_type(value)
     pieces = tuple(
-        DensePiece(piece.first_row, piece.first_column, dense_numpy(piece.tensor)[0])
+        DensePiece((piece.first_row, piece.first_column), dense_numpy(piece.tensor)[0])
         for piece in held_pieces(value, name)
     )
     return SpreadLeaf(shape, "torch", torch_dtype, is_beside=True, pieces=pieces)
