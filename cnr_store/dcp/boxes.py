@@ -354,8 +354,3 @@ def dense_write(tensor: PlacedTensor, local: LocalItems, rank: int) -> DenseWrit
         pieces=tuple(pieces) if tensor.is_split else None,
         owner=tensor.owner,
     )
-
-
-def placeholder(shape: Sequence[int], dtype: np.dtype[Any]) -> AnyArray:
-    """An array of a shape and type that takes no memory."""
-    return np.broadcast_to(np.zeros((), dtype), tuple(shape))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -29,7 +28,6 @@ from cnr_store.dcp.boxes import (
     local_items,
     merged_values,
     place_tensors,
-    placeholder,
     rows_write,
 )
 from cnr_store.dcp.contents import Contents, StoredTensor
@@ -50,7 +48,7 @@ from cnr_store.training.saving.codec_choice import CodecChoice, CodecOption
 from cnr_store.training.saving.never_below_codec import QUANTIZABLE
 from cnr_store.writing.exchange import joined
 from cnr_store.writing.lineage import spent_once_restored
-from cnr_store.writing.plan import DenseWrite, Plan
+from cnr_store.writing.plan import DenseWrite, Plan, placeholder
 from cnr_store.writing.writer import Writer as VersionWriter
 
 log = logging.getLogger("cnr_store")
@@ -327,7 +325,7 @@ class Writer(StorageWriter):
         dense += [
             DenseWrite(
                 path,
-                local.beside[path].values if rank == team.rank else placeholder(shape, np.dtype(dtype)),
+                local.beside[path].values if rank == team.rank else placeholder(shape, dtype),
                 torch_dtype,
                 is_here=rank == team.rank,
             )

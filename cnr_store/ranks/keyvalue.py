@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -30,45 +29,23 @@ class KeyValue(Protocol):
 
 
 class MemoryKeyValue:
-    """Keys within one process, for ranks that are threads.
-
-    `requests`: calls so far.
-    `sent_bytes`: bytes of the values written and read so far.
-    """
+    """Keys within one process, for ranks that are threads."""
 
     def __init__(self) -> None:
-        self.requests = 0
-        self.sent_bytes = 0
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._values: dict[str, bytes] = {}  # each of whose calls is whole, whatever other threads do
 
     def set(self, key: str, value: bytes) -> None:
-        with self._lock:
-            self._count(value)
-            self._values[key] = value
+        self._values[key] = value
 
     def get(self, key: str) -> bytes | None:
-        with self._lock:
-            value = self._values.get(key)
-            self._count(value or b"")
-            return value
+        return self._values.get(key)
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        with self._lock:
-            values = [self._values[key] for key in keys if key in self._values]
-            self._count(b"".join(values))
-            return values if len(values) == len(keys) else None
+        found = [value for value in map(self._values.get, keys) if value is not None]
+        return found if len(found) == len(keys) else None
 
     def compare_set(self, key: str, value: bytes) -> bytes:
-        with self._lock:
-            self._count(value)
-            return self._values.setdefault(key, value)
+        return self._values.setdefault(key, value)
 
     def delete(self, key: str) -> None:
-        with self._lock:
-            self._count(b"")
-            self._values.pop(key, None)
-
-    def _count(self, value: bytes) -> None:
-        self.requests += 1
-        self.sent_bytes += len(value)
+        self._values.pop(key, None)

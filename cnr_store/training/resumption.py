@@ -41,7 +41,7 @@ from cnr_store.training.loading.restore import Restore
 from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.row_arrays import RowArray, sampled_scale
 from cnr_store.training.model.trained_model import TrainedModel
-from cnr_store.training.saving.agreement import check_alike
+from cnr_store.training.saving.agreement import check_alike, on_all
 from cnr_store.training.saving.explanation import bytes_text
 from cnr_store.training.saving.options import Options
 from cnr_store.training.saving.save_queue import SaveQueue
@@ -248,31 +248,6 @@ Attempt = Callable[[Record], Restored]
 JointAttempt = Callable[[Callable[[], Record]], Restored]
 
 
-def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[], int]) -> T:
-    """Do something on all ranks, which fails on all if it fails on one.
-
-    `progress`: gives another number whenever something was done: the other ranks wait as long as that goes on.
-    """
-    if group.world == 1:
-        return work()
-    failure: Exception | None = None
-    result: T | None = None
-    try:
-        with group.working(phase, progress):
-            result = work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
-        failure = error
-    except BaseException as error:  # an interrupt
-        group.refuse(phase, type(error).__name__)
-        raise
-    found = group.decide(phase, {} if failure is None else error_document(failure), _first_error)
-    if failure is not None:
-        raise failure
-    if found:
-        raise error_from({**found, "text": f"{phase}: {found['text']}"})
-    return result  # type: ignore[return-value]  # there was no failure
-
-
 def on_first_then_all(
     group: Group,
     phase: str,
@@ -317,11 +292,6 @@ def _broadcast(group: Group, pack: Callable[[], bytes]) -> bytes:
     if hashlib.sha256(data).hexdigest() != told["sha256"]:
         raise RanksError(f"rank {group.rank} got other bytes than rank 0 sent: load again")
     return data
-
-
-def _first_error(documents: list[Document]) -> Document:
-    failed = ((rank, doc) for rank, doc in enumerate(documents) if "error" in doc)
-    return next(({**doc, "text": f"rank {rank}: {doc['text']}"} for rank, doc in failed), {})
 
 
 def load_jointly(

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from cnr_codecs import RowCodec, array_dtype
 from cnr_codecs.lattice.segments import RowCounts
@@ -152,6 +153,11 @@ class MovedRows(Protocol):
 
     def chunks(self, shard: int, seal: Callable[[int], int]) -> list[bytes | None]:
         """The chunks of a shard, by slot; `seal` gives a chunk's by its first row."""
+
+
+def placeholder(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+    """An array of a shape and type that takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), tuple(shape))
 
 
 @dataclass(frozen=True)

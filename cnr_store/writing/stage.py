@@ -34,7 +34,7 @@ from cnr_store.format.record import ArrayEntry
 from cnr_store.ranks.fragments import BytesLike
 from cnr_store.ranks.protocol import Team
 from cnr_store.writing.exchange import Exchange, joined, positions_of
-from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite
+from cnr_store.writing.plan import DenseWrite, MovedRows, Plan, RowsWrite, placeholder
 from cnr_store.writing.steps import find_steps
 
 PUTS_IN_FLIGHT = 16
@@ -96,8 +96,7 @@ class Staged:
         for path, counts in vote["counts"].items():
             self.count(path, [counts])
         for path, shape, dtype, torch_dtype, stored in vote["own"]:
-            shaped = np.broadcast_to(np.zeros((), dtype), tuple(shape))  # which takes no memory
-            self.note_dense(DenseWrite(path, shaped, torch_dtype))
+            self.note_dense(DenseWrite(path, placeholder(shape, dtype), torch_dtype))
             self.arrays[path] = replace(self.arrays[path], stored=stored)
 
     def count(self, path: str, counted: Iterable[Sequence[int]]) -> None:

@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from cnr_store.errors import CheckpointError, SaveError
 from cnr_store.format.layout import dense_path
 from cnr_store.format.state import dumps
-from cnr_store.ranks.decisions import named
+from cnr_store.ranks.decisions import error_document, error_from, named
 from cnr_store.ranks.group import Document, Group, Judge
 from cnr_store.ranks.owners import few_owners, split_by_size
 from cnr_store.training.saving.snapshot import Snapshot
-from cnr_store.writing.plan import DenseWrite
+from cnr_store.writing.plan import DenseWrite, placeholder
 
 T = TypeVar("T")
 _SHOWN = 5
+_Failed = Sequence[tuple[int, Document]]
+"""Ranks, and what of their errors is told."""
 _STATE, _OPTIM = dense_path("state", ""), dense_path("optim", "")
 
 
@@ -33,14 +33,16 @@ def together(
     say: Callable[[T], Document],
     progress: Callable[[], int],
     merge: Judge,
+    refusal: Callable[[str, _Failed], CheckpointError] = lambda phase, failed: _not_started(phase, failed),
 ) -> tuple[T, Document]:
-    """Prepare on all ranks, and make one document of what they say.
+    """Prepare on all ranks, and make one document of what they say. What fails on one rank fails on all.
 
     `prepare`: what may fail on a rank.
     `say`: the rank's document, once it is prepared.
     `progress`: gives another number whenever something was prepared: the other ranks wait as long as that goes on.
     `merge`: makes one document of those of all ranks. The first rank alone has them all: what each of a thousand ranks
     says must not travel to each of them.
+    `refusal`: makes the error of ranks on which nothing failed, of the phase and some of those that did.
 
     Returns: What was prepared here, and the merged document.
     """
@@ -54,26 +56,36 @@ def together(
     except Exception as error:
         if group.world == 1:
             raise
-        failure, said = error, {"failed": f"{type(error).__name__}: {error}"}
+        failure, said = error, error_document(error)
     except BaseException as error:  # an interrupt
         group.refuse(phase, type(error).__name__)
         raise
 
     def judge(documents: list[Document]) -> Document:
-        failed = {rank: doc["failed"] for rank, doc in enumerate(documents) if "failed" in doc}
-        if not failed:
-            return merge(documents)
-        return {"failed": "; ".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:_SHOWN])}
+        failed = [(rank, doc) for rank, doc in enumerate(documents) if "error" in doc]
+        return {"failed": failed[:_SHOWN]} if failed else merge(documents)
 
     merged = group.decide(phase, said, judge)
     if failure is not None:
         raise failure
     if "failed" in merged:
-        raise SaveError(
-            f"{phase}: not started on any rank, because it failed on at least one. {merged['failed']}"
-        )
-    assert prepared is not None
-    return prepared, merged
+        raise refusal(phase, merged["failed"])
+    return prepared, merged  # type: ignore[return-value]  # there was no failure
+
+
+def _not_started(phase: str, failed: _Failed) -> SaveError:
+    texts = "; ".join(f"rank {rank}: {doc['error']}: {doc['text']}" for rank, doc in failed)
+    return SaveError(f"{phase}: not started on any rank, because it failed on at least one. {texts}")
+
+
+def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[], int]) -> T:
+    """Do something on all ranks, which fails on all as it fails on the first. `progress`: as for `together`."""
+
+    def refusal(phase: str, failed: _Failed) -> CheckpointError:
+        (rank, doc), *_ = failed
+        return error_from({**doc, "text": f"{phase}: rank {rank}: {doc['text']}"})
+
+    return together(group, phase, work, lambda _: {}, progress, lambda _: {}, refusal)[0]
 
 
 def compare_together(
@@ -172,17 +184,7 @@ def divide_dense(snapshot: Snapshot, group: Group) -> None:
     for position, write in enumerate(snapshot.dense):
         owner = owner_of.get(position, 0)
         if owner != group.rank:
-            values = np.broadcast_to(np.zeros((), write.values.dtype), write.values.shape)
+            values = placeholder(write.values.shape, write.values.dtype)
             snapshot.dense[position] = replace(write, values=values, is_here=False, owner=owner)
         else:
             snapshot.dense[position] = replace(write, owner=owner)
-
-
-def merge_reasons(documents: Sequence[Document]) -> dict[str, str]:
-    """Why tables are whole, on whatever rank."""
-    merged: dict[str, str] = {}
-    for doc in documents:
-        reasons: Mapping[str, str] = doc["unsafe"]
-        for name, reason in reasons.items():
-            merged.setdefault(name, reason)
-    return merged

@@ -30,7 +30,6 @@ from cnr_store.training.saving.agreement import (
     check_dense,
     dense_digests,
     divide_dense,
-    merge_reasons,
     together,
 )
 from cnr_store.training.saving.auto_maintenance import BackgroundMaintenance
@@ -278,7 +277,8 @@ def merge_said(phase: str, said: list[Document]) -> Document:
         "apart": any(doc["lineage"] != first["lineage"] for doc in said),
         "folded": first["folded"],
         "moved": any(doc["moved"] for doc in said),
-        "unsafe": merge_reasons(said),
+        # Why tables are whole: the first reason of any rank.
+        "unsafe": {name: why for doc in reversed(said) for name, why in doc["unsafe"].items()},
         "refits": first["refits"] | {path: why for doc in said for path, why in doc["off_grid"].items()},
         "decays": merge_told([doc["decays"] for doc in said]),
         "dense_bytes": first["dense_bytes"],

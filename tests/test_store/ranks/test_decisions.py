@@ -14,7 +14,7 @@ from cnr_store.errors import CheckpointError
 from cnr_store.ranks.decisions import Decisions
 from cnr_store.ranks.group import Alone, Document
 from cnr_store.ranks.keyvalue import MemoryKeyValue
-from tests.test_store.ranks.support.rank_threads import StoppedStore, on_threads
+from tests.test_store.ranks.support.rank_threads import CountedKeys, StoppedStore, on_threads
 
 SECONDS = 0.5
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -206,7 +206,7 @@ def test_a_rank_passes_over_calls_that_it_never_made(absent: int) -> None:
 
 
 def test_what_rank_0_asks_does_not_grow_with_the_ranks() -> None:
-    keys = MemoryKeyValue()
+    keys = CountedKeys()
     for rank in range(1, 2048):
         keys.set(f"decide/1/{rank}", b'{"phase": "save", "said": {"n": 1}}')
     before = keys.requests

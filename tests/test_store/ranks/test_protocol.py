@@ -13,7 +13,7 @@ import pytest
 from cnr_store import RanksError
 from cnr_store.ranks.keyvalue import MemoryKeyValue
 from cnr_store.ranks.protocol import SaveRound
-from tests.test_store.ranks.support.rank_threads import StoppedStore, on_threads
+from tests.test_store.ranks.support.rank_threads import CountedKeys, StoppedStore, on_threads
 
 SECONDS = 0.5
 PHASES = ("announce", "encode", "put", "vote", "record")
@@ -232,7 +232,7 @@ def test_keys_are_forgotten() -> None:
 
 def test_asking_is_rare() -> None:
     """However often a rank beats."""
-    keys = MemoryKeyValue()
+    keys = CountedKeys()
     save = SaveRound(keys, 1, WORLD, 1, 600)
     start = time.monotonic()
     for _ in range(10_000):
@@ -241,7 +241,7 @@ def test_asking_is_rare() -> None:
 
 
 def test_asking_for_votes_does_not_grow_with_the_ranks() -> None:
-    keys = MemoryKeyValue()
+    keys = CountedKeys()
     for rank in range(1, 2048):
         keys.set(f"save/1/vote/{rank}", b'{"part": 1}')
     save = SaveRound(keys, 0, 2048, 1, 600)

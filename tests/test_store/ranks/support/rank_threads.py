@@ -15,6 +15,17 @@ from cnr_store.ranks.group import Document, Group, Judge, Piece, joined
 from cnr_store.ranks.keyvalue import KeyValue, MemoryKeyValue
 
 
+class CountedKeys(MemoryKeyValue):
+    """Keys in memory, and how many requests there were."""
+
+    requests = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("set", "get", "get_all", "compare_set", "delete"):
+            self.requests += 1
+        return super().__getattribute__(name)
+
+
 class StoppedStore:
     """Keys that a rank reaches until the store is stopped, which answers as a store whose process ended."""
 
