@@ -27,7 +27,9 @@ from cnr_store.ranks.group import Document
 from cnr_store.ranks.owners import split_by_size
 from cnr_store.ranks.placement import Piece, Placement
 from cnr_store.ranks.protocol import Team
+from cnr_store.training.distributed.pieces import LocalPiece, by_column
 from cnr_store.training.model.object_state import tensor_leaf
+from cnr_store.training.model.row_arrays import copy_parts
 from cnr_store.training.model.tensors import (
     AnyArray,
     dense_numpy,
@@ -63,9 +65,9 @@ class LocalItems:
     # Where names lie in the nested state dict, if the planner says so
     paths: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
 
-    def parts(self, name: str) -> list[tuple[torch.Size, torch.Tensor]]:
+    def parts(self, name: str) -> list[tuple[Sequence[int], torch.Tensor]]:
         """Offsets and memory of each part of a tensor here that is not empty."""
-        parts = self.tensors[name][1] if name in self.tensors else []
+        _, parts = self.tensors.get(name, ((), []))
         return [(offsets, part) for offsets, part in parts if part.numel()]
 
     def say(self) -> Document:
@@ -292,15 +294,13 @@ def beside_arrays(documents: Sequence[Document]) -> Iterator[tuple[int, str, Seq
 class TensorRows:
     """Rows of a tensor of the state dict, from the parts of its columns side by side. They are read when encoded."""
 
-    parts: Sequence[torch.Tensor]
-    element: str
+    tensor: PlacedTensor
+    parts: Sequence[LocalPiece]
 
     def block(self, begin: int, end: int) -> AnyArray:
-        out = np.empty((end - begin, sum(part.shape[1] for part in self.parts)), array_dtype(self.element))
-        target, column = torch.from_numpy(out), 0
-        for part in self.parts:
-            target[:, column : column + part.shape[1]] = part[begin:end]
-            column += part.shape[1]
+        columns = sum(part.columns for part in self.parts)
+        out = np.empty((end - begin, columns), array_dtype(self.tensor.element))
+        copy_parts(self.tensor.name, self.parts, slice(begin, end), out)
         return out
 
 
@@ -311,23 +311,17 @@ def rows_write(
 
     `whole`: by path, those that one rank has put together.
     """
-    parts: list[tuple[int, int, torch.Tensor]] = []
-    if tensor.owner in (-1, team.rank):
-        joint = whole.get(tensor.path)
-        parts = (
-            [(offsets[0], (*offsets, 0)[1], part) for offsets, part in local.parts(tensor.name)]
-            if joint is None
-            else [(0, 0, dense_tensor(joint.values, joint.torch_dtype))]
-        )
-    columns = sorted(
-        ((column, first, part if part.ndim == 2 else part[:, None]) for first, column, part in parts),
-        key=lambda each: each[0],
+    parts = local.parts(tensor.name) if tensor.owner in (-1, team.rank) else []
+    if tensor.owner == team.rank and (joint := whole.get(tensor.path)):
+        parts = [((0, 0), dense_tensor(joint.values, joint.torch_dtype))]
+    columns = by_column(
+        tensor.name, [LocalPiece(offsets[0], (*offsets, 0)[1], part) for offsets, part in parts]
     )
     held = None
     if team.world > 1:
         assert tensor.placement is not None  # that of every array of rows is known
-        first_row, rows = (columns[0][1], len(columns[0][2])) if columns else (0, 0)
-        spans = tuple((column, part.shape[1]) for column, _, part in columns)
+        first_row, rows = (columns[0].first_row, len(columns[0].tensor)) if columns else (0, 0)
+        spans = tuple((part.first_column, part.columns) for part in columns)
         held = Held(first_row, rows, spans, tensor.placement, None)
     return RowsWrite(
         path=tensor.path,
@@ -335,7 +329,7 @@ def rows_write(
         element=tensor.element,
         base=None,
         ids=None,
-        source=TensorRows([part for _, _, part in columns], tensor.element),
+        source=TensorRows(tensor, columns),
         codec=codec,
         held=held,
     )

@@ -103,14 +103,7 @@ class RowArray:
 
     def copy_rows(self, ids: AnyArray | slice, out: AnyArray) -> None:
         """Copy rows that this process holds, part beside part: by their numbers from the first one held."""
-        column = 0
-        for part in self.parts:
-            target = out[:, column : column + part.columns]
-            if part.tensor.ndim == 1:
-                target = target[:, 0]
-            with failing_saves(part.tensor.device, self.path):
-                copy_rows(part.tensor, ids, target)
-            column += part.columns
+        copy_parts(self.path, self.parts, ids, out)
 
     def rows(self, ids: AnyArray | slice) -> AnyArray:
         """What `copy_rows` copies, in memory of its own. A slice has a beginning and an end."""
@@ -118,6 +111,18 @@ class RowArray:
         out = np.empty((count, self.local_columns), array_dtype(self.dtype))
         self.copy_rows(ids, out)
         return out
+
+
+def copy_parts(path: str, parts: Sequence[LocalPiece], ids: AnyArray | slice, out: AnyArray) -> None:
+    """Copy rows of an array, part beside part: by their numbers from the first one held."""
+    column = 0
+    for part in parts:
+        target = out[:, column : column + part.columns]
+        if part.tensor.ndim == 1:
+            target = target[:, 0]
+        with failing_saves(part.tensor.device, path):
+            copy_rows(part.tensor, ids, target)
+        column += part.columns
 
 
 def sampled_scale(array: RowArray, step: float) -> float:
