@@ -58,17 +58,6 @@ class Routes:
     local: Mapping[str, Array]
     shared: Sequence[_Shard]  # all others
 
-    def local_of(self, rank: int) -> dict[str, list[int]]:
-        """By path, the shards that a rank has whole: only of arrays of which it has some."""
-        paths, owners = [*self.local], [*self.local.values()]
-        edges = np.cumsum([0, *map(len, owners)])
-        found = dict[str, list[int]]()
-        # In one look: a rank of a thousand has shards of few of the arrays.
-        for at in np.flatnonzero(np.concatenate([np.zeros(0, np.int32), *owners]) == rank).tolist():
-            array = int(np.searchsorted(edges, at, side="right")) - 1
-            found.setdefault(paths[array], []).append(at - int(edges[array]))
-        return found
-
 
 def find_routes(writes: Sequence[tuple[RowsWrite, Grid]], world: int) -> Routes:
     """Tell the shards that their owners hold whole from those that ranks share.
@@ -111,11 +100,11 @@ class Exchange:
         self._team, self._seal = team, seal
         self._writes = sorted(writes, key=lambda each: each[0].path)
         self._routes = find_routes(self._writes, team.world)
-        self._local = self._routes.local_of(team.rank)
 
     def local_shards(self, path: str) -> list[int]:
         """The shards of an array that this rank writes from its own rows alone."""
-        return self._local.get(path, [])
+        shards: list[int] = np.flatnonzero(self._routes.local[path] == self._team.rank).tolist()
+        return shards
 
     def run(self) -> Iterator[Assembled]:
         """Exchange rows with the other ranks, and yield the shards that this one puts."""

@@ -26,6 +26,11 @@ _Failed = Sequence[tuple[int, Document]]
 _STATE, _OPTIM = dense_path("state", ""), dense_path("optim", "")
 
 
+def _not_started(phase: str, failed: _Failed) -> SaveError:
+    texts = "; ".join(f"rank {rank}: {doc['error']}: {doc['text']}" for rank, doc in failed)
+    return SaveError(f"{phase}: not started on any rank, because it failed on at least one. {texts}")
+
+
 def together(
     group: Group,
     phase: str,
@@ -33,7 +38,7 @@ def together(
     say: Callable[[T], Document],
     progress: Callable[[], int],
     merge: Judge,
-    refusal: Callable[[str, _Failed], CheckpointError] = lambda phase, failed: _not_started(phase, failed),
+    refusal: Callable[[str, _Failed], CheckpointError] = _not_started,
 ) -> tuple[T, Document]:
     """Prepare on all ranks, and make one document of what they say. What fails on one rank fails on all.
 
@@ -71,11 +76,6 @@ def together(
     if "failed" in merged:
         raise refusal(phase, merged["failed"])
     return prepared, merged  # type: ignore[return-value]  # there was no failure
-
-
-def _not_started(phase: str, failed: _Failed) -> SaveError:
-    texts = "; ".join(f"rank {rank}: {doc['error']}: {doc['text']}" for rank, doc in failed)
-    return SaveError(f"{phase}: not started on any rank, because it failed on at least one. {texts}")
 
 
 def on_all(group: Group, phase: str, work: Callable[[], T], progress: Callable[[], int]) -> T:
