@@ -41,19 +41,25 @@ def dense_layout(catalog: Catalog, record: Record, path: str) -> DenseGrid:
     return grid
 
 
-def read_dense(catalog: Catalog, record: Record, path: str) -> tuple[Array, str | None]:
-    """A dense array and torch's name of its type (None where the numpy type says it)."""
+def read_dense(
+    catalog: Catalog, record: Record, path: str, first: int = 0, rows: int | None = None
+) -> tuple[Array, str | None]:
+    """A dense array, or `rows` of it from `first` on, and torch's name of its type (None where numpy's says it)."""
     grid = dense_layout(catalog, record, path)
+    end, chunk_rows = (*grid.shape, 1)[0] if rows is None else first + rows, (*grid.chunk, 1)[0]
+    numbers = range(first // chunk_rows, -(-end // chunk_rows)) if grid.chunks else range(0)
     # The first chunk is read before memory is taken, so that a small object can't claim a large array.
-    data = dense_object(catalog, record, path, grid, 0) if grid.chunks else b""
-    out = allocate(grid.shape, grid.dtype, f"version {record.id}, {path}")
-    along = out.reshape(grid.shape or 1)  # a scalar is its own only chunk
-    for index in range(grid.chunks):
-        if index:
+    data = dense_object(catalog, record, path, grid, numbers[0]) if numbers else b""
+    shape = (end - first, *grid.shape[1:]) if grid.shape else ()
+    out = allocate(shape, grid.dtype, f"version {record.id}, {path}")
+    along = out.reshape(shape or 1)  # a scalar is its own only chunk
+    for index in numbers:
+        if index != numbers[0]:
             data = dense_object(catalog, record, path, grid, index)
         values = np.frombuffer(memoryview(data)[:-4], grid.dtype).reshape(grid.chunk or 1)
-        first = index * len(values)
-        along[first : first + len(values)] = values[: len(along) - first]  # the last chunk is padded
+        start = index * chunk_rows
+        begin, stop = max(first, start), min(end, start + chunk_rows)  # the last chunk is padded
+        along[begin - first : stop - first] = values[begin - start : stop - start]
     return out, grid.torch_dtype
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -281,13 +281,6 @@ def merged_values(documents: Sequence[Document]) -> tuple[dict[str, Any], dict[s
     values = {name: value for doc in documents for name, value in doc["values"].items()}
     paths = {name: tuple(path) for doc in documents for name, path in doc["paths"].items()}
     return dict(sorted(values.items())), dict(sorted(paths.items()))
-
-
-def beside_arrays(documents: Sequence[Document]) -> Iterator[tuple[int, str, Sequence[int], str, str | None]]:
-    """Rank, path, shape, numpy type and torch's type of each array beside a value, of all ranks."""
-    for rank, doc in enumerate(documents):
-        for path, (shape, dtype, torch_dtype) in doc["beside"].items():
-            yield rank, path, shape, dtype, torch_dtype
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,9 +24,8 @@ from torch.futures import Future
 from cnr_backends import Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
 from cnr_store.catalog.version_info import VersionInfo
-from cnr_store.chains.allocation import allocate
 from cnr_store.chains.array_reader import READ_WORKERS, ArrayReader
-from cnr_store.chains.dense import dense_layout, dense_object, read_dense
+from cnr_store.chains.dense import read_dense
 from cnr_store.dcp.contents import Contents, StoredTensor
 from cnr_store.errors import OptionError, RanksError
 from cnr_store.format.record import Record
@@ -218,20 +216,10 @@ def _rows_tasks(reader: ArrayReader, item: ReadItem, target: torch.Tensor) -> It
 
 def _read_box(catalog: Catalog, record: Record, path: str, item: ReadItem, target: torch.Tensor) -> None:
     """Fill a tensor with a box of a dense array, from the chunks that meet it."""
-    grid = dense_layout(catalog, record, path)
-    if not grid.shape:
-        assign_dense(target, *read_dense(catalog, record, path))
-        return
-    (first, *offsets), (rows, *lengths) = item.storage_offsets, item.lengths
-    values = allocate((rows, *grid.shape[1:]), grid.dtype, f"version {record.id}, {path}")
-    chunk_rows = grid.chunk[0]
-    for index in range(first // chunk_rows, -(-(first + rows) // chunk_rows)):
-        data = dense_object(catalog, record, path, grid, index)
-        chunk = np.frombuffer(memoryview(data)[:-4], grid.dtype).reshape(grid.chunk)
-        start = index * chunk_rows
-        begin, end = max(first, start), min(first + rows, start + chunk_rows)
-        values[begin - first : end - first] = chunk[begin - start : end - start]
-    assign_dense(target, values[:, *map(_slice, offsets, lengths)], grid.torch_dtype)
+    offsets, lengths = item.storage_offsets, item.lengths
+    values, torch_dtype = read_dense(catalog, record, path, (*offsets, 0)[0], (*lengths, 1)[0])
+    box: Any = (..., *map(_slice, offsets[1:], lengths[1:]))
+    assign_dense(target, values[box], torch_dtype)
 
 
 def _slice(offset: int, length: int) -> slice:

@@ -23,7 +23,6 @@ from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.dcp.boxes import (
     LocalItems,
     PlacedTensor,
-    beside_arrays,
     dense_write,
     local_items,
     merged_values,
@@ -329,7 +328,8 @@ class Writer(StorageWriter):
                 torch_dtype,
                 is_here=rank == team.rank,
             )
-            for rank, path, shape, dtype, torch_dtype in beside_arrays(said)
+            for rank, doc in enumerate(said)
+            for path, (shape, dtype, torch_dtype) in doc["beside"].items()
         ]
         return Plan(
             step=first["step"],
