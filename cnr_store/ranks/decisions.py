@@ -60,27 +60,30 @@ class Beats:
     `keyvalue`: the keys that the ranks share.
     `prefix`: what begins the keys of beats.
     `rank`: this rank.
-    `timeout_seconds`: how long others wait for a beat.
+    `pause_seconds`: how long no other beat follows one.
+
+    `phase`: what it works on.
+    `count`: how often `beat` was called.
     """
 
-    def __init__(self, keyvalue: KeyValue, prefix: str, rank: int, timeout_seconds: float) -> None:
+    def __init__(self, keyvalue: KeyValue, prefix: str, rank: int, pause_seconds: float) -> None:
+        self.phase, self.count = "begin", 0
         self._keys = keyvalue
         self._key = f"{prefix}/beat/{rank}"
-        self._pause_seconds = timeout_seconds / 6
-        self._count = 0
+        self._pause_seconds = pause_seconds
         self.begin()
 
     def begin(self) -> None:
         """Begin to wait or to work: the first beat comes only after a while."""
         self._beaten = time.monotonic()
 
-    def beat(self, phase: str) -> None:
+    def beat(self, phase: str, *, at_once: bool = False) -> None:
         """Tell that this rank is well. Cheap to call often."""
+        self.count += 1
         now = time.monotonic()
-        if now - self._beaten >= self._pause_seconds:
-            self._beaten = now
-            self._count += 1
-            self._keys.set(self._key, json.dumps({"count": self._count, "phase": phase}).encode())
+        if at_once or now - self._beaten >= self._pause_seconds:
+            self.phase, self._beaten = phase, now
+            self._keys.set(self._key, encode({"count": self.count, "phase": phase}))
 
     @contextmanager
     def working(self, phase: str, progress: Callable[[], int]) -> Iterator[None]:
@@ -141,7 +144,7 @@ class Decisions:
         self._margin = min(MAX_MARGIN_SECONDS, timeout_seconds / 4)
         self._verdicts: list[str] = []
         self._given_up = ""  # the phase of the last decision, if the others gave this rank up in it
-        self.beats = Beats(keyvalue, prefix, rank, timeout_seconds)
+        self.beats = Beats(keyvalue, prefix, rank, timeout_seconds / 6)
 
     def decide(self, phase: str, said: Document, judge: Judge) -> Document:
         """See `cnr_store.ranks.group.Group.decide`."""

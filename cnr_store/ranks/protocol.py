@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Self
 
 from cnr_store.errors import CheckpointError, OutageError, RanksError, SaveError
-from cnr_store.ranks.decisions import FOREVER_SECONDS, Watch, decode, encode, error_from, named, pauses
+from cnr_store.ranks.decisions import FOREVER_SECONDS, Beats, Watch, decode, encode, error_from, named, pauses
 from cnr_store.ranks.group import Alone, Document, Group, LostRankError, Piece
 from cnr_store.ranks.keyvalue import KeyValue
 
@@ -32,6 +32,8 @@ class SaveRound:
     `rank`, `world`: the number of this rank, and of all ranks.
     `number`: the number of the save, alike on all ranks and never used twice.
     `timeout_seconds`: how long a rank may make no progress.
+
+    `beats`: of this rank.
     """
 
     def __init__(
@@ -42,25 +44,14 @@ class SaveRound:
         self._prefix = f"save/{number}"
         self._timeout = timeout_seconds
         # Beats of thousands of ranks must not keep the store busy.
-        self._beat_seconds = min(timeout_seconds / 6, max(MAX_BEAT_SECONDS, world / 500))
+        pause_seconds = min(timeout_seconds / 6, max(MAX_BEAT_SECONDS, world / 500))
+        self.beats = Beats(keyvalue, self._prefix, rank, pause_seconds)
         self._lock = threading.RLock()
-        self._phase = "begin"
-        self._count = 0
-        self._beaten = self._checked = -FOREVER_SECONDS
+        self._checked = -FOREVER_SECONDS
         self._error: RanksError | None = None
         self._kind = ""
         self._watch = Watch(keyvalue, self._prefix, timeout_seconds)
         self._watched = frozenset(range(1, world)) if rank == 0 else frozenset([0])
-
-    @property
-    def phase(self) -> str:
-        """What this rank works on."""
-        return self._phase
-
-    @property
-    def beats(self) -> int:
-        """How often `beat` was called."""
-        return self._count
 
     @property
     def failure(self) -> tuple[str, str]:
@@ -90,22 +81,13 @@ class SaveRound:
         """
         with self._lock:
             with self._heard(phase):
-                self._tell(phase)
+                self.beats.beat(phase, at_once=phase != self.beats.phase)
             self.check()
 
     def pause(self) -> None:
         """Tell that this rank pauses and is well, whatever became of the others. Cheap to call often."""
         with self._lock, suppress(RanksError):  # the next beat finds out
-            self._tell(self._phase)
-
-    def _tell(self, phase: str) -> None:
-        self._count += 1
-        now = time.monotonic()
-        if phase != self._phase or now - self._beaten >= self._beat_seconds:
-            self._phase = phase
-            self._beaten = now
-            beat = encode({"count": self._count, "phase": phase})
-            self._keys.set(f"{self._prefix}/beat/{self.rank}", beat)
+            self.beats.beat(self.beats.phase)
 
     def check(self) -> None:
         """Raise `RanksError` if a rank has failed or is gone. Asks at most 20 times a second."""
@@ -113,7 +95,7 @@ class SaveRound:
             now = time.monotonic()
             if self._error is None and now - self._checked >= MIN_CHECK_SECONDS:
                 self._checked = now
-                with self._heard(self._phase):
+                with self._heard(self.beats.phase):
                     failure = self._keys.get(f"{self._prefix}/failure")
                     if failure is None:
                         self._fail_silent()
@@ -254,7 +236,7 @@ class Team(SaveRound):
         If an outage has it excused, the failure is an `OutageError` on all ranks.
         """
         kind = type(error).__name__
-        self.fail(self.phase, f"{kind}: {error}", OutageError.__name__ if is_excused else kind)
+        self.fail(self.beats.phase, f"{kind}: {error}", OutageError.__name__ if is_excused else kind)
 
     def told(self, error: Exception, describe: Callable[[str], str]) -> CheckpointError:
         """What the caller of this rank is told of an error: on all ranks one of the same class.

@@ -158,7 +158,7 @@ class Writer:
         self._patience.on_pause = team.pause  # a rank that asks the storage again does not stand still
         try:
             # Ranks that are done with this save, and decide about the next, wait for this one while it goes on.
-            with team.group.working("save", lambda: team.beats):
+            with team.group.working("save", lambda: team.beats.count):
                 return (self._follow if team.rank else self._lead)(plan, rows_done, team)
         finally:
             self._patience.on_pause = lambda: None

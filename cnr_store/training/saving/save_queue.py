@@ -125,7 +125,7 @@ class SaveQueue:
 
     def progress(self) -> int:
         """A number that moves while a save is being written, here or on the ranks that this one waits for."""
-        return self.writer.backend.operations + sum(team.beats for team in self._teams)
+        return self.writer.backend.operations + sum(team.beats.count for team in self._teams)
 
     def start(self, snapshot: Snapshot, team: Team, *, may_hold: bool) -> None:
         """Take the changed rows, hand the save to the background, and wait while that reads the model.
