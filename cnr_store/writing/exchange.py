@@ -314,16 +314,19 @@ def joined(dense: Sequence[DenseWrite], team: Team) -> list[DenseWrite]:
 
 def _dense_fragments(number: int, write: DenseWrite) -> Iterator[Fragment]:
     """What this rank has of a dense array. The slot is the number of dimensions that count as rows."""
-    shape = write.values.shape or (1,)
+    line = (1,) * (2 - write.values.ndim)  # what has no two dimensions is one row
+    shape = line + write.values.shape
     for piece in write.pieces or ():
         if piece.values.size:
-            sizes, offsets = piece.values.shape or (1,), (*piece.offsets, 0, *(0 for _ in shape))
+            sizes = line + piece.values.shape
+            offsets = (*(0 for _ in line), *piece.offsets, *(0 for _ in shape))
             # All behind the last dimension that is cut lies side by side.
             cut = max((at for at in range(1, len(shape)) if sizes[at] < shape[at]), default=1)
             grid = np.ix_(*map(np.arange, offsets[:cut], np.add(offsets[:cut], sizes[:cut])))
             rows = np.ravel_multi_index(grid, shape[:cut]).astype(np.uint32).reshape(-1)
             first_column = offsets[cut] * math.prod(shape[cut + 1 :])
-            yield RawRows(number, 0, cut, first_column, rows, piece.values.reshape(len(rows), -1))
+            values = piece.values.reshape(len(rows), -1)
+            yield RawRows(number, 0, 0 if line else cut, first_column, rows, values)
 
 
 def _whole(write: DenseWrite, pieces: Sequence[RawRows]) -> DenseWrite:
