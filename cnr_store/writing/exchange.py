@@ -322,8 +322,10 @@ def _dense_fragments(number: int, write: DenseWrite) -> Iterator[Fragment]:
             offsets = (*(0 for _ in line), *piece.offsets, *(0 for _ in shape))
             # All behind the last dimension that is cut lies side by side.
             cut = max((at for at in range(1, len(shape)) if sizes[at] < shape[at]), default=1)
-            grid = np.ix_(*map(np.arange, offsets[:cut], np.add(offsets[:cut], sizes[:cut])))
-            rows = np.ravel_multi_index(grid, shape[:cut]).astype(np.uint32).reshape(-1)
+            rows = np.arange(offsets[0], offsets[0] + sizes[0], dtype=np.uint32)
+            for at in range(1, cut):
+                inner = np.arange(offsets[at], offsets[at] + sizes[at], dtype=np.uint32)
+                rows = (rows[:, None] * np.uint32(shape[at]) + inner).reshape(-1)
             first_column = offsets[cut] * math.prod(shape[cut + 1 :])
             values = piece.values.reshape(len(rows), -1)
             yield RawRows(number, 0, 0 if line else cut, first_column, rows, values)
