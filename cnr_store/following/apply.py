@@ -16,9 +16,8 @@ from cnr_store.format.validate import member, shown
 from cnr_store.reading.blocks import Block
 from cnr_store.reading.opening import model_arrays
 from cnr_store.training.distributed.pieces import is_dtensor
-from cnr_store.training.loading.match import match_model
+from cnr_store.training.loading.match import Selection, match_model
 from cnr_store.training.loading.module_load import ModuleLoad
-from cnr_store.training.loading.selection import Selection
 from cnr_store.training.loading.validate_state import decode_tree
 from cnr_store.training.model.dense_state import (
     Loaders,

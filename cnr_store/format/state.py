@@ -53,12 +53,8 @@ MAX_INTEGER_BITS = 14_000
 """About 4,200 decimal digits: Python's JSON reads no more than 4,300."""
 
 _SHOWN_PATH = 80
-_MAPPINGS: dict[type[object], str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
-_OF_TAG: dict[str, Callable[[dict[Any, Any]], dict[Any, Any]]] = {
-    "$dict": dict,
-    "$ordered": OrderedDict,
-    "$counter": Counter,
-}
+_MAPPINGS: dict[type[Any], str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_OF_TAG = {tag: kind for kind, tag in _MAPPINGS.items()}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 

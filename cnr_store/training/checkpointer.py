@@ -34,7 +34,7 @@ from cnr_store.policies.policy import PolicyName, check_policy
 from cnr_store.policies.widths import Bits, ExpectedRestores, StateBits
 from cnr_store.training.distributed.torch_group import job_group
 from cnr_store.training.loading.load_result import Restored, restore_reader, warn_left_out, warn_readers
-from cnr_store.training.loading.selection import Selection, Strict
+from cnr_store.training.loading.match import Selection, Strict
 from cnr_store.training.model import arguments
 from cnr_store.training.model.object_state import check_settings
 from cnr_store.training.model.trained_model import TrainedModel

@@ -14,7 +14,7 @@ from cnr_store.format.layout import VersionId
 from cnr_store.options import own_keywords
 from cnr_store.training.checkpointer import Checkpointer
 from cnr_store.training.loading.load_result import Restored
-from cnr_store.training.loading.selection import Selection
+from cnr_store.training.loading.match import Selection
 from cnr_store.writing.lineage import Lineage
 
 _SAVE_OPTIONS = ("reader", "metadata", "full")

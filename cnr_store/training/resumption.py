@@ -37,8 +37,8 @@ from cnr_store.format.record import Record
 from cnr_store.ranks.decisions import error_document, error_from
 from cnr_store.ranks.group import Document, Group
 from cnr_store.training.loading.load_result import Restored, warn_salvaged
+from cnr_store.training.loading.match import Selection
 from cnr_store.training.loading.restore import Restore
-from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.row_arrays import RowArray, sampled_scale
 from cnr_store.training.model.trained_model import TrainedModel
 from cnr_store.training.saving.agreement import check_alike, on_all
@@ -109,8 +109,6 @@ class Loader:
 
     def _agree(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> None:
         """Check that all ranks load the same: the next save goes by what each of them has loaded."""
-        if self.group.world == 1:
-            return
         said = {
             "version": version.id if isinstance(version, VersionInfo) else version,
             "fallback": fallback,
@@ -323,7 +321,7 @@ def load_jointly(
     except BaseException as error:  # an interrupt
         group.refuse("load", type(error).__name__)
         raise
-    _tell(group, {"skipped": [list(each) for each in restored.skipped]})
+    _tell(group, {})
     return restored
 
 

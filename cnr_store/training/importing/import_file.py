@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -198,12 +199,9 @@ def _warn_of_small_tables(
 
 
 def _path(source: object) -> Path:
-    name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
-    try:
-        if isinstance(name, str) and b"\0" not in os.fsencode(name):
-            return Path(name)
-    except UnicodeEncodeError:  # no file has such a name
-        pass
+    with suppress(TypeError, UnicodeEncodeError):  # it is no name, or none that a file has
+        if b"\0" not in os.fsencode(path := Path(source)):  # type: ignore[arg-type]  # what is no path raises
+            return path
     raise OptionError(f"can't import {source!r}: give the path of a file")
 
 

@@ -26,7 +26,7 @@ from cnr_store.ranks.group import Alone, Group
 from cnr_store.training.devices.staging import DeviceRows, rows_there
 from cnr_store.training.distributed.pieces import LocalPiece, copy_whole, is_dtensor
 from cnr_store.training.loading.load_result import Restored
-from cnr_store.training.loading.match import match_model
+from cnr_store.training.loading.match import Ids, Selection, match_model
 from cnr_store.training.loading.module_load import ModuleLoad
 from cnr_store.training.loading.optimizer_fit import (
     OptimizerFit,
@@ -37,7 +37,6 @@ from cnr_store.training.loading.optimizer_fit import (
     move_tables,
     split_trees,
 )
-from cnr_store.training.loading.selection import Ids, Selection
 from cnr_store.training.loading.validate_state import (
     StoredState,
     accepted,

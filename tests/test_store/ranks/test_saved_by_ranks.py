@@ -22,8 +22,8 @@ from cnr_store.cli.app import main
 from cnr_store.format import layout
 from cnr_store.ranks.group import Alone
 from cnr_store.training.loading.load_result import Restored
+from cnr_store.training.loading.match import Selection
 from cnr_store.training.loading.restore import Restore
-from cnr_store.training.loading.selection import Selection
 from cnr_store.training.model.trained_model import TrainedModel
 from tests.test_store.ranks.support.rank_processes import Outcome, run_ranks
 from tests.test_store.ranks.support.saved_by_ranks import (
