@@ -109,6 +109,8 @@ class Loader:
 
     def _agree(self, version: Version, fallback: bool, selection: Selection, salvage: bool) -> None:
         """Check that all ranks load the same: the next save goes by what each of them has loaded."""
+        if self.group.world == 1:
+            return
         said = {
             "version": version.id if isinstance(version, VersionInfo) else version,
             "fallback": fallback,

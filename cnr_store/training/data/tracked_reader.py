@@ -8,14 +8,16 @@ from typing import Any, Generic, TypeVar
 
 from cnr_store.errors import OptionError
 from cnr_store.policies.checks import integer
-from cnr_store.training.data.generators import (
+from cnr_store.training.data.loader_replay import (
+    Replay,
     check_generator_states,
+    check_loader,
+    divide,
     find_generators,
     generator_states,
     is_same_state,
     set_generators,
 )
-from cnr_store.training.data.loader_replay import Replay, check_loader, divide
 from cnr_store.training.model.rng_state import check_rng_state, rng_state, set_rng_state
 
 log = logging.getLogger("cnr_store")

@@ -160,14 +160,12 @@ class ModuleLoad:
             is_own = memory is not None and memory.data_ptr() == local_of(table.parameter).data_ptr()
             self._copies[id(tensor)] += is_own
             if not is_own and (memory is None or memory.untyped_storage().data_ptr() in self._of_tables):
-                raise self._moved(table)
-
-    def _moved(self, table: Table) -> ModelMismatchError:
-        return ModelMismatchError(
-            f"{self._where}: a hook or a _load_from_state_dict gave the entry of table {table.name!r}, {table.key!r}, "
-            "another key in the state dict, but rows of tables are loaded by their stored names alone; leave the keys "
-            f"of tables as they are, or call its module by the stored name; {PARTLY}"
-        )
+                raise ModelMismatchError(
+                    f"{self._where}: a hook or a _load_from_state_dict gave the entry of table {table.name!r}, "
+                    f"{table.key!r}, another key in the state dict, but rows of tables are loaded by their stored "
+                    "names alone; leave the keys of tables as they are, or call its module by the stored name; "
+                    f"{PARTLY}"
+                )
 
 
 def _entry(present: Any, value: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from cnr_store import OptionError, TrackedReader
-from cnr_store.training.data.generators import is_same_state
+from cnr_store.training.data.loader_replay import is_same_state
 from cnr_store.training.model.rng_state import rng_state
 from tests.test_store.training.data.loaders import BATCH, MAKE, SAMPLES, Ids, OwnOrder, seeded, taken
 
