@@ -58,7 +58,7 @@ class _Optimizer(Struct, rename={"kind": "class"}):
 
 
 def check_tree(tree: object, where: str) -> StoredState:
-    """Prove the tree's members: their types, the optimizers' trees, the random number generators."""
+    """Prove the tree's members, their types and the optimizers' trees; `with_parts` proves what each rank has."""
     try:
         doc = proven(tree, dict, "it")
         state: StoredState = proven({**doc, "readers": (), "rng_ranks": 0}, StoredState, "it")
@@ -66,13 +66,6 @@ def check_tree(tree: object, where: str) -> StoredState:
             _check_optimizer(proven(optimizer, _Optimizer, name := f"optimizers[{position}]"), name)
     except ValueError as error:
         raise CorruptionError(f"{where}: the state is malformed: {error}") from error
-    try:
-        if state.rng is not None:
-            check_rng_state(state.rng)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CorruptionError(
-            f"{where}: the state of the random number generators is malformed: {error}"
-        ) from error
     return state
 
 
@@ -82,19 +75,21 @@ def with_parts(state: StoredState, parts: Sequence[object], are_own: bool, where
     `are_own`: whether as many ranks saved it as load it, so that the one part is what this rank alone has. Else it gets
     the readers of all, and no random number generators.
     """
-    found: list[tuple[Any, Mapping[str, Any] | None]] = []
+    readers, rngs = list[Any](), list[Any]()
     try:
         for part in parts:
             doc = proven(part, dict, "it")
-            found.append((doc["reader"], doc["rng"]))
+            readers.append(doc["reader"])
+            rngs.append(doc["rng"])
             if doc["rng"] is not None:
                 check_rng_state(proven(doc["rng"], dict, "rng"))
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CorruptionError(f"{where}: the state of a rank is malformed: {error}") from error
+        raise CorruptionError(
+            f"{where}: the state of the random number generators, or of a rank, is malformed: {error}"
+        ) from error
     if are_own:
-        return replace(state, reader=found[0][0], rng=found[0][1])
-    readers, rng_ranks = tuple(reader for reader, _ in found), len(found) * any(rng for _, rng in found)
-    return replace(state, reader=None, rng=None, readers=readers, rng_ranks=rng_ranks)
+        return replace(state, reader=readers[0], rng=rngs[0])
+    return replace(state, reader=None, rng=None, readers=tuple(readers), rng_ranks=len(rngs) * any(rngs))
 
 
 def _check_optimizer(tree: _Optimizer, name: str) -> None:
