@@ -194,8 +194,7 @@ class SalvageReader(ArrayReader):
             folds = list_ids(backend, layout.FOLDS)
             self._catalog.look_for_folds()
             restart()
-            move = self._record.arrays[self.path].move
-            walk = Walk(self._ancestry, move, need, visit, probe, self.columns, distrusted)
+            walk = Walk(self._ancestry, need, visit, probe, self.columns, distrusted)
             if walk.is_trusted and list_ids(backend, layout.FOLDS) == folds:
                 break
         if self._catalog.is_gone(self._record.id):
@@ -209,7 +208,7 @@ class SalvageReader(ArrayReader):
                 f"lost, and no older value of them can be read: {self.damage}"
             ) from self.damage
         with self._lock:
-            for version, rows in walk.salvaged():
+            for version, rows in walk.salvaged:
                 self._salvaged.setdefault(version, []).append(first_row + rows)
 
     def _check_room(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,18 @@ class Ancestry:
         previous = None if record is None else record.previous
         return None if previous is None or previous >= place[0] else self._place(previous)
 
+    def chain(self, place: Place) -> Iterator[Place]:
+        """A place, and those beneath it. A version's own rows come after its fold, in case that is damaged."""
+        beneath: Place | None = place
+        while beneath is not None:
+            yield beneath
+            beneath = (beneath[0], False) if beneath[1] else self.base(beneath)
+
+    def move(self, place: Place) -> Move:
+        """Where floating grids have moved to in a version that is there."""
+        record = self._find(self._catalog.find_record, place[0]) or self._record
+        return record.arrays[self._path].move
+
     def links(self) -> Iterator[Link]:
         """Every link that can be read, newest first, as they are asked for."""
         places = {self.newest()}
@@ -122,14 +135,79 @@ class Ancestry:
         return record if (entry.shape[1:], entry.element) == (here.shape[1:], here.element) else None
 
 
-class Walk:
-    """One walk over an array's links, newest first, until each row needed is found.
+class Descent:
+    """The way of rows down a chain, each to the link that gives it.
 
-    `move`: where floating grids have moved to in the version that is read. Older values go by that of the version that
-    they stand for, which is the first one that a lost row is sent on to, or that one's own.
+    `places`, `versions`: where rows were looked for, and as which version's values a place gives them: its own, or,
+    where floating grids have moved since, the first one's.
+    `origin`: (n,): the number of the place that gives a row, has it relative, or loses it; -1 of rows not asked for.
+    `lost`: (n,) bool: rows that their origin may hold and can't give.
+    `composed`, `doubtful`: (n,) bool: relative rows that came to an end; those that a damaged link may hold, which were
+    looked for beneath it as if it did not.
+    `pending`: what relative rows add up to, with the checksums of their segments.
+    """
+
+    def __init__(self, ancestry: Ancestry, start: Place, rows: Mask, columns: int) -> None:
+        self._ancestry, self._start, self._rows = ancestry, start, rows
+        self.places: list[Place] = []
+        self.versions: list[str] = []
+        self.origin = np.full(len(rows), -1, np.int64)
+        self.lost, self.composed, self.doubtful = np.zeros((3, len(rows)), bool)
+        self.pending = Pending(len(rows), columns)
+
+    def go(self, visit: Visit, distrusted: Distrusted, *, only_relative: bool = False) -> Self:
+        """Have `visit` take the rows. Those that the first place lacks only unless `only_relative`. Returns itself."""
+        wanted = self._rows.astype(np.uint8)
+        # These are read apart, since what they do not fit must not cost others their values.
+        sure, unsure = np.zeros((2, len(wanted)), np.uint8)
+        move = self._ancestry.move(self._start)
+        for number, place in enumerate(self._ancestry.chain(self._start)):
+            link = self._ancestry.link(place)
+            self.places.append(place)
+            self.versions.append(place[0] if link is None or link.move == move else self._start[0])
+            link = link and link.at(move)
+            skipped = self._visited(link, sure, visit) | self._visited(link, unsure, visit)
+            asked, untrusted = wanted == 1, (wanted == 1) & distrusted.get(place, False)
+            wanted[untrusted] = 0
+            lost = self._visited(link, wanted, visit) | untrusted
+            if place[1]:  # the version's own chain has the same rows
+                lost[:], skipped[:] = False, False
+            sure[skipped], unsure[skipped] = 0, PENDING
+            self.doubtful |= skipped
+            self.origin[asked & ((wanted != 1) | lost)] = number
+            self.lost |= lost
+            self.composed |= (relative := wanted == PENDING)
+            sure[relative] = PENDING
+            wanted[relative | lost | only_relative] = 0
+            if not (wanted.any() or sure.any() or unsure.any()):
+                break
+        absent = wanted == 1
+        self.origin[absent] = number
+        uncomposed = (sure != 0) | (unsure != 0)
+        self.composed &= ~uncomposed
+        self.lost |= absent | uncomposed
+        return self
+
+    def _visited(self, link: Link | None, need: Array, visit: Visit) -> Mask:
+        """Have rows taken of a link. Returns those that it may hold and can't give, which are needed as before."""
+        asked: Mask = need != 0
+        if link is None or not asked.any():
+            return asked
+        before, lost = need.copy(), np.zeros_like(asked)
+        sums = self.pending.sums.copy() if (before == PENDING).any() else self.pending.sums
+        visit(link, need, self.pending, lost)
+        lost &= asked
+        need[lost], self.pending.sums[lost] = before[lost], sums[lost]
+        return lost
+
+
+class Walk:
+    """Finds each row needed along a version's chain or, where it is lost there, along that of an older version.
+
     `visit`, `probe`: what takes rows, and what does the same for proofs alone, so that nothing is kept of it.
 
     `missing`: (n,) bool: rows that no link can give.
+    `salvaged`: (version, offsets of the rows that have its value instead of a newer one).
     `is_trusted`: whether no row was composed that does not come out as it was written. Such rows were added to
     `distrusted`, and must be looked for again.
     """
@@ -137,7 +215,6 @@ class Walk:
     def __init__(
         self,
         ancestry: Ancestry,
-        move: Move,
         need: Array,
         visit: Visit,
         probe: Visit,
@@ -147,158 +224,67 @@ class Walk:
         self._ancestry, self._visit, self._probe = ancestry, visit, probe
         self._columns, self._distrusted = columns, distrusted
         self.is_trusted = True
-        # By place: rows to look for there; lost rows, which may also be looked for there.
-        self._pending: dict[Place, Mask] = {ancestry.newest(): need != 0}
-        self._spare: dict[Place, Mask] = {}
-        self._is_old = np.zeros(len(need), bool)
-        # Of each row, as whose value it is read: versions, and where grids had moved to in them.
-        self._as_of = np.zeros(len(need), np.int64)
-        self._readings: list[tuple[str, Move]] = [(ancestry.newest()[0], move)]
-        self._source = np.full(len(need), -1, np.int64)
-        self._versions: list[str] = []
         self.missing: Mask = np.zeros(len(need), bool)
-        # Whatever rows are sent on goes to an older place, so each place is visited once, and the walk ends.
-        while self._pending:
-            place = max(self._pending)
-            self._visit_place(place, self._pending.pop(place))
+        self.salvaged: list[tuple[str, RowIds]] = []
+        # By place: rows to look for from there on; lost rows, which may also be looked for from there on.
+        self._todo: dict[Place, Mask] = {ancestry.newest(): need != 0}
+        self._spare: dict[Place, Mask] = {}
+        # Rows that are lost at a place go on from an older one, so each is gone on from once, and the walk ends.
+        while self._todo:
+            start = max(self._todo)
+            self._go_on_from(start, self._todo.pop(start))
 
-    def salvaged(self) -> Iterator[tuple[str, RowIds]]:
-        """(version, offsets of the rows that have its value instead of a newer one)."""
-        for number, version in enumerate(self._versions):
-            rows = np.flatnonzero(self._is_old & (self._source == number))
-            if rows.size:
-                yield version, rows
+    def _go_on_from(self, start: Place, rows: Mask) -> None:
+        """Look for rows along a chain, as they are in its first version, and send on those that are lost there."""
+        found = Descent(self._ancestry, start, rows, self._columns).go(self._visit, self._distrusted)
+        wrong = self._wrong(found)
+        lost = found.lost | wrong
+        for number, place in enumerate(found.places):
+            here = found.origin == number
+            if (here & wrong).any():
+                self._distrusted[place] = self._distrusted.get(place, False) | (here & wrong)
+                self.is_trusted = False
+            given = np.flatnonzero(here & ~lost)
+            if given.size and start != self._ancestry.newest():
+                self.salvaged.append((found.versions[number], given))
+            self._send_lost(place, here & lost)
 
-    def _visit_place(self, place: Place, rows: Mask) -> None:
-        link = self._ancestry.link(place)
-        if link is None:
-            self._visit_link(place, place[0], None, rows)
-            return
-        for number in np.unique(self._as_of[rows]).tolist():
-            version, move = self._readings[number]
-            version = place[0] if move == link.move else version
-            self._visit_link(place, version, link.at(move), rows & (self._as_of == number))
-
-    def _visit_link(self, place: Place, version: str, link: Link | None, rows: Mask) -> None:
-        distrusted = rows & self._distrusted.get(place, False)
-        need = (rows & ~distrusted).astype(np.uint8)
-        pending = Pending(len(need), self._columns)
-        lost = rows if link is None else _visited(link, need, pending, self._visit) | distrusted
-        lost = lost | self._compose(place, link, need, lost, pending)
-        absent = (need != 0) & ~lost
-        self._source[rows & (need == 0) & ~lost] = len(self._versions)
-        self._versions.append(version)
-        if not (lost.any() or absent.any()):
-            return
-        if place[1]:
-            self._send((place[0], False), lost | absent)
-            return
-        base, previous = self._ancestry.base(place), self._ancestry.previous(place)
-        if base is None:
-            lost = lost | absent
-        else:
-            self._send(base, absent)
-            if previous is not None:
-                self._spare[base] = self._spare.get(base, False) | lost
-        self._is_old |= lost
-        self._send_lost(place, previous or base, lost)
-
-    def _compose(self, place: Place, link: Link | None, need: Array, lost: Mask, pending: Pending) -> Mask:
-        """Compose the rows that a place has relative, and clear their `need`. Returns those that can't be composed."""
-        relative: Mask = (need == PENDING) & ~lost
-        found, skipped = np.zeros_like(relative), np.zeros_like(relative)
-        if link is not None:
-            found, skipped = self._add_up(place, link.move, relative, pending, self._visit)
-        unproven = np.zeros_like(found)
-        for where, rows, is_right in pending.checked(~found | skipped):
+    def _wrong(self, found: Descent) -> Mask:
+        """The rows that were composed and do not come out as they were written, or may not."""
+        wrong, doubtful = np.zeros_like(self.missing), found.composed & found.doubtful
+        for where, rows, is_right in found.pending.checked(~found.composed | doubtful):
             if not is_right:
-                unproven[rows] = True
+                wrong[rows] = True
                 self._ancestry.note(
                     CorruptionError(f"{where}: relative rows do not come out as they were written")
                 )
-        if skipped.any():
-            unproven |= skipped & ~self._proven(place)
-        self._distrust(place, unproven)
-        found &= ~unproven
-        need[found] = 0
-        relative &= ~found
-        return relative
-
-    def _add_up(
-        self, place: Place, move: Move, relative: Mask, pending: Pending, visit: Visit
-    ) -> tuple[Mask, Mask]:
-        """Add up the rows that a place has relative, link by link. Returns the rows that come to an end, and which of
-        these a damaged link may hold: they were looked for beneath it, as if it did not.
-        """
-        found, skipped = np.zeros_like(relative), np.zeros_like(relative)
-        # These are read apart, since what they do not fit must not cost others their values.
-        sure, unsure = np.where(relative, PENDING, 0).astype(np.uint8), np.zeros(len(relative), np.uint8)
-        beneath = self._ancestry.base(place)
-        while beneath is not None and (sure.any() or unsure.any()):
-            link = self._ancestry.link(beneath)
-            link = link and link.at(move)
-            failed, again = (_descend(link, still, found, pending, visit) for still in (sure, unsure))
-            if beneath[1] and (failed.any() or again.any()):
-                beneath = beneath[0], False  # the version's own chain has the same rows
-                continue
-            sure[failed], unsure[failed] = 0, PENDING
-            skipped |= failed
-            beneath = self._ancestry.base(beneath)
-        return found, skipped & found
+        for number in np.unique(found.origin[doubtful]).tolist():
+            wrong |= doubtful & (found.origin == number) & ~self._proven(found.places[number])
+        return wrong
 
     def _proven(self, place: Place) -> Mask:
         """The rows of the relative segments of a place that come out as they were written, by their checksums."""
-        link, proven = self._ancestry.link(place), np.zeros_like(self.missing)
-        need, pending = np.ones(len(proven), np.uint8), Pending(len(proven), self._columns)
-        if link is not None:
-            lost = _visited(link, need, pending, self._probe)
-            found, _ = self._add_up(place, link.move, (need == PENDING) & ~lost, pending, self._probe)
-            for _, rows, is_right in pending.checked(~found):
-                proven[rows] = is_right
+        proven = np.zeros_like(self.missing)
+        found = Descent(self._ancestry, place, ~proven, self._columns)
+        found.go(self._probe, {}, only_relative=True)
+        for _, rows, is_right in found.pending.checked(~found.composed):
+            proven[rows] = is_right
         return proven
 
-    def _distrust(self, place: Place, rows: Mask) -> None:
-        if rows.any():
-            self._distrusted[place] = self._distrusted.get(place, False) | rows
-            self.is_trusted = False
-
-    def _send(self, place: Place, rows: Mask) -> None:
-        if rows.any():
-            self._pending[place] = self._pending.get(place, False) | rows
-
-    def _send_lost(self, place: Place, older: Place | None, lost: Mask) -> None:
-        if older is not None:
-            self._send_old(older, lost)
+    def _send_lost(self, place: Place, lost: Mask) -> None:
+        """Look for rows that are lost at a place from the version before it on, or from its base on."""
+        base, previous = self._ancestry.base(place), self._ancestry.previous(place)
+        if previous is not None and base is not None:
+            self._spare[base] = self._spare.get(base, False) | lost
+        if (older := previous or base) is not None:
+            self._send(older, lost)
             return
         for spare in sorted(self._spare, reverse=True):
             if spare < place:
-                self._send_old(spare, lost & self._spare[spare])
+                self._send(spare, lost & self._spare[spare])
                 lost = lost & ~self._spare[spare]
         self.missing |= lost
 
-    def _send_old(self, place: Place, rows: Mask) -> None:
-        """Send rows on to be read as that place has them."""
-        link = self._ancestry.link(place)
-        if link is not None and rows.any():
-            self._as_of[rows] = len(self._readings)
-            self._readings.append((place[0], link.move))
-        self._send(place, rows)
-
-
-def _visited(link: Link, need: Array, pending: Pending, visit: Visit) -> Mask:
-    """The rows that a link may hold and can't give."""
-    lost: Mask = np.zeros(len(need), bool)
-    visit(link, need, pending, lost)
-    return lost
-
-
-def _descend(link: Link | None, still: Array, found: Mask, pending: Pending, visit: Visit) -> Mask:
-    """Add up what a link has of pending rows, and note those that it ends. Returns those that it can't give."""
-    before: Mask = still != 0
-    if link is None or not before.any():
-        return before
-    sums = pending.sums.copy()
-    failed = _visited(link, still, pending, visit) & before
-    found |= before & (still == 0) & ~failed
-    still[failed], pending.sums[failed] = PENDING, sums[failed]
-    return failed
+    def _send(self, place: Place, rows: Mask) -> None:
+        if rows.any():
+            self._todo[place] = self._todo.get(place, False) | rows

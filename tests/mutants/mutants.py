@@ -665,8 +665,8 @@ MUTANTS = [
     Mutant(
         "what was salvaged has the values that it had in the version before",
         "cnr_store/chains/salvage_walk.py",
-        "self._as_of[rows] = len(self._readings)",
-        "pass",
+        "move = self._ancestry.move(self._start)",
+        "move = self._ancestry.move(self._ancestry.newest())",
         f"{STORE}/chains/test_moving_grids.py",
     ),
     Mutant(
