@@ -21,7 +21,7 @@ from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array, allocate
 from cnr_store.chains.bounded_cache import PayloadCache
 from cnr_store.chains.link import PENDING, CompositionError, Link, Strays, open_link
-from cnr_store.errors import CorruptionError, VersionNotFoundError
+from cnr_store.errors import CorruptionError, FormatError, VersionNotFoundError
 from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import STILL, ArrayEntry, Record
 
@@ -232,6 +232,27 @@ def chain(catalog: Catalog, record: Record, path: str) -> Iterator[Record]:
         yield record
         record, entry = _base(catalog, record, path, entry.base)
     yield record
+
+
+def own_chain(catalog: Catalog, version: str, path: str) -> Iterator[tuple[str, Record | None]]:
+    """The ids of a version and of those beneath it in an array's chain, whatever was folded, newest first.
+
+    The record is None of the last one, if that is damaged, lost, or lacks the array.
+    """
+    base: str | None = version
+    while base is not None:
+        version, record = base, find_readable(catalog, base)
+        entry = None if record is None else record.arrays.get(path)
+        yield version, None if entry is None else record
+        base = None if entry is None or entry.base is None or entry.base >= version else entry.base
+
+
+def find_readable(catalog: Catalog, version: str) -> Record | None:
+    """The record of a version, None if it is missing or damaged."""
+    try:
+        return catalog.find_record(version)
+    except (CorruptionError, FormatError):
+        return None
 
 
 def _entry(record: Record, path: str) -> ArrayEntry:

@@ -23,7 +23,7 @@ from cnr_backends import Transfer
 from cnr_codecs import Pending
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.allocation import Array
-from cnr_store.chains.array_reader import ArrayReader, region_rows
+from cnr_store.chains.array_reader import ArrayReader, own_chain, region_rows
 from cnr_store.chains.link import PENDING, Link, open_link
 from cnr_store.chains.seen_codes import SeenTable
 from cnr_store.format.layout import RELATIVE
@@ -55,7 +55,8 @@ def find_unshared(catalog: Catalog, record: Record, path: str, held: Sequence[Re
             return None
         if older.move != entry.move:  # rows that no version wrote have other values
             return None
-    own, *others = walks = [_walk(catalog, each, path) for each in (record, *held)]
+    walks = [[version for version, _ in own_chain(catalog, each.id, path)] for each in (record, *held)]
+    own, *others = walks
     meeting = set(own).intersection(*others)
     if not meeting:
         return None
@@ -65,16 +66,6 @@ def find_unshared(catalog: Catalog, record: Record, path: str, held: Sequence[Re
         tuple(catalog.record(version) for version in before[0]),
         tuple(catalog.record(version) for version in apart),
     )
-
-
-def _walk(catalog: Catalog, record: Record, path: str) -> list[str]:
-    """Ids from a version to the whole array beneath it, or to the first that was deleted; each older than the last."""
-    ids, base = [record.id], record.arrays[path].base
-    while base is not None and base < ids[-1]:
-        ids.append(base)
-        older = catalog.find_record(base)
-        base = None if older is None or path not in older.arrays else older.arrays[path].base
-    return ids
 
 
 def changed_rows(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from cnr_backends import Backend, Transfer, open_backend
 from cnr_store.catalog.catalog import Catalog, Url, Version
-from cnr_store.chains.array_reader import ArrayReader, chain, region_rows
+from cnr_store.chains.array_reader import ArrayReader, chain, find_readable, own_chain, region_rows
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
@@ -115,7 +117,6 @@ class _Run:
         self._done = self._known = 0
         self._listing = Listing(self._catalog, transfer)
         self._results: dict[Home, Soundness] = {}
-        self._followed: set[tuple[Home, str]] = set()
         self._problems: dict[str, Finding] = {}
         self.outdated = False
 
@@ -129,8 +130,10 @@ class _Run:
         listing = self._listing
         listing.check_attempts()
         self._report(listing.problems)
-        self._check_objects(listing.folds)
-        self._check_objects(listing.records)
+        # Of a whole store, chains lead to what is listed, or the run is outdated.
+        followed = () if version is None else listing.records
+        links = (link for record in followed for link in self._links(record))
+        self._check_objects([*listing.folds, *listing.records, *links])
         results = self._results.values()
         for result in results:
             self._problems |= {finding.what: finding for finding in result.findings}
@@ -204,15 +207,11 @@ class _Run:
             )
 
     def _check_objects(self, records: Iterable[Record]) -> None:
-        """Check the objects of these, then of whatever their chains depend on."""
-        todo = list(records)
-        while todo:
-            todo = [record for record in todo if (record.prefix, record.id) not in self._results]
-            self._known += sum(record.nbytes for record in todo)
-            for check in self._transfer.map(lambda record: VersionCheck(self._backend, record).run(), todo):
-                self._finish(check)
-            links = [link for record in todo for link in self._new_links(record)]
-            todo = list({(link.prefix, link.id): link for link in links}.values())
+        """Check the objects of these, each once."""
+        homes = {(record.prefix, record.id): record for record in records}
+        self._known = sum(record.nbytes for record in homes.values())
+        for check in self._transfer.map(lambda each: VersionCheck(self._backend, each).run(), homes.values()):
+            self._finish(check)
 
     def _finish(self, check: VersionCheck) -> None:
         record, end = check.record, self._done + check.record.nbytes
@@ -231,22 +230,12 @@ class _Run:
         older = None if base is None else find_readable(self._catalog, base)
         return None if older is None or path not in older.arrays else older.arrays[path].shape[0]
 
-    def _new_links(self, record: Record) -> Iterator[Record]:
-        """Records that a version's chains lead to, as far as they are sound and were not followed before."""
-        if record.prefix != layout.VERSIONS:
-            return
+    def _links(self, record: Record) -> Iterator[Record]:
+        """What a version's chains lead to, as far as they are sound: `Restorability` reports it where they are not."""
         for path, entry in record.arrays.items():
-            if entry.kind != "delta":
-                continue
-            try:
-                for link in chain(self._catalog, record, path):
-                    place = (link.prefix, link.id), path
-                    if place in self._followed:
-                        break
-                    self._followed.add(place)
-                    yield link
-            except (CorruptionError, FormatError):
-                continue  # `Restorability` reports it
+            if entry.kind == "delta":
+                with suppress(CorruptionError, FormatError):
+                    yield from chain(self._catalog, record, path)
 
 
 @dataclass(frozen=True)
@@ -398,11 +387,8 @@ class Restorability:
 
     def _lost_beneath(self, link: Record, path: str) -> frozenset[Place]:
         """Where a chain may end beneath a link, since a record can't be read."""
-        ids = [link.id]
-        for _ in range(2):  # the base of a link is looked up before the link is yielded
-            older = find_readable(self._catalog, ids[-1])
-            base = None if older is None or path not in older.arrays else older.arrays[path].base
-            ids += [] if base is None else [base]
+        # The base of a link is looked up before the link is yielded.
+        ids = [version for version, _ in islice(own_chain(self._catalog, link.id, path), 3)]
         homes = [(prefix, each) for each in ids for prefix in (layout.VERSIONS, layout.FOLDS)]
         return frozenset((home, path) for home in homes if home not in self._results)
 
@@ -427,26 +413,15 @@ class Restorability:
 
     def _is_sound(self, record: Record, path: str) -> bool:
         """Whether an array could be read if nothing were folded."""
-        link: Record | None = record
-        while link is not None and path in link.arrays:
-            result, base = self._results.get((layout.VERSIONS, link.id)), link.arrays[path].base
-            if result is None or not result.can_read(path):
+        last = None
+        for version, last in own_chain(self._catalog, record.id, path):
+            result = self._results.get((layout.VERSIONS, version))
+            if last is None or result is None or not result.can_read(path):
                 return False
-            if base is None:
-                return True
-            link = find_readable(self._catalog, base) if base < link.id else None
-        return False
+        return last is not None and last.arrays[path].base is None
 
 
 def _least_rows(rows: RowSpan, chunk_rows: int, array_rows: int) -> int:
     """How many rows a chunk has at least that lies within the first and last row of these."""
     end = min(rows[1] + 1, array_rows)
     return min(end - rows[0], chunk_rows if end < array_rows else (end - 1) % chunk_rows + 1)
-
-
-def find_readable(catalog: Catalog, version: str) -> Record | None:
-    """The record of a version, None if it is missing or damaged."""
-    try:
-        return catalog.find_record(version)
-    except (CorruptionError, FormatError):
-        return None
