@@ -52,10 +52,10 @@ class ArrayReader:
         self._links = self._first_links = list[Link]()
         with catalog.reading(record):
             try:
-                self._links = self._find_links(())
+                self._links = self._find_links(is_first=True)
             except CorruptionError:
                 catalog.look_for_folds()  # what it depends on may have been removed while it was looked up
-                self._links = self._find_links(())
+                self._links = self._find_links(is_first=True)
         self._first_links = self._links
 
     @property
@@ -143,22 +143,19 @@ class ArrayReader:
         with self._lock:
             if self._links is links:  # no other thread has looked meanwhile
                 self._catalog.look_for_folds()
-                newer = self._find_links(links)
-                if [id(link) for link in newer] != [id(link) for link in links]:
+                newer = self._find_links(is_first=False)
+                if [link.record.home for link in newer] != [link.record.home for link in links]:
                     self._links = newer
             return self._links
 
-    def _find_links(self, known: Sequence[Link]) -> list[Link]:
-        """The links of the chain, proven to fit each other. Those that are `known` stay, with the indexes they read."""
-        by_home = {(link.record.prefix, link.version): link for link in known}
+    def _find_links(self, *, is_first: bool) -> list[Link]:
+        """The links of the chain, proven to fit each other."""
         links = []
         for record in chain(self._catalog, self._record, self.path):
-            link = by_home.get((record.prefix, record.id))
-            if link is None:
-                # Readers' chunks are cut as the first whole link is, so that one's are read once; others' are not.
-                is_read_once = not known and record.arrays[self.path].kind == "whole"
-                link = open_link(self._catalog, record, self.path, None if is_read_once else self._payloads)
-                link.move = self._record.arrays[self.path].move
+            # Readers' chunks are cut as the first whole link is, so that one's are read once; others' are not.
+            is_read_once = is_first and record.arrays[self.path].kind == "whole"
+            link = open_link(self._catalog, record, self.path, None if is_read_once else self._payloads)
+            link.move = self._record.arrays[self.path].move
             links.append(link)
         self._check_links(links)
         return links

@@ -26,7 +26,6 @@ from cnr_store.chains.allocation import Array
 from cnr_store.chains.array_reader import ArrayReader, own_chain, region_rows
 from cnr_store.chains.link import PENDING, Link, open_link
 from cnr_store.chains.seen_codes import SeenTable
-from cnr_store.format.layout import RELATIVE
 from cnr_store.format.record import Record
 
 ChangedRows = tuple[Array, Array]
@@ -93,7 +92,9 @@ def changed_rows(
         relative, missing = _own_rows(own, first_row, out, seen)
         unwritten = missing.astype(np.uint8)
         for link in others:
-            _fill(link, first_row, out, unwritten)  # which rows it wrote; their values are overwritten below
+            # Which rows it wrote: their values are overwritten below, and relative ones have none.
+            link.fill(first_row, out, unwritten, Pending(*out.shape))
+            unwritten[unwritten == PENDING] = 0
         elsewhere = (missing & (unwritten == 0)) | relative
         ids = np.flatnonzero(~missing | elsewhere)
         reader.read(first_row, out, elsewhere)
@@ -108,27 +109,15 @@ def _own_rows(own: Sequence[Link], first_row: int, out: Array, seen: SeenTable |
     they are relative to what is not known or proven here; and those that they don't have.
     """
     need = np.ones(len(out), np.uint8)
-    pending = Pending(len(out), out.shape[1]) if any(map(_may_be_relative, own)) else None
+    pending = Pending(*out.shape)
     for link in own:
         link.fill(first_row, out, need, pending)
     relative, missing = need == PENDING, need == 1
-    if pending is not None:
-        if seen is not None and relative.any():
-            relative = seen.compose(first_row, out, pending, relative)
-        for _, rows, is_right in pending.checked(relative):
-            relative[rows] |= not is_right  # the chain's reader tells what is wrong
+    if seen is not None and relative.any():
+        relative = seen.compose(first_row, out, pending, relative)
+    for _, rows, is_right in pending.checked(relative):
+        relative[rows] |= not is_right  # the chain's reader tells what is wrong
     return relative, missing
-
-
-def _fill(link: Link, first_row: int, out: Array, need: Array) -> None:
-    """As `Link.fill`, and clears `need` of relative rows, too. They have no value then."""
-    pending = Pending(len(out), out.shape[1]) if _may_be_relative(link) else None
-    link.fill(first_row, out, need, pending)
-    need[need == PENDING] = 0
-
-
-def _may_be_relative(link: Link) -> bool:
-    return RELATIVE in link.record.requires
 
 
 def all_rows(catalog: Catalog, record: Record, path: str, transfer: Transfer) -> Iterator[ChangedRows]:

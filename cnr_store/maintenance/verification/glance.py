@@ -19,7 +19,8 @@ from cnr_store.format.record import Record
 def read_records(catalog: Catalog) -> tuple[list[Record], dict[str, CorruptionError | FormatError]]:
     """Records of the committed versions, oldest first; and by version, what is wrong with those that can't be read."""
     catalog.check_format()
-    records, damaged = _read_each(catalog.find_record, catalog.ids_from_newest()[::-1])
+    with Transfer(READ_WORKERS, 4 * READ_WORKERS) as transfer:
+        records, damaged = read_each(transfer, catalog.find_record, catalog.ids_from_newest()[::-1])
     return list(records.values()), damaged
 
 
@@ -29,11 +30,12 @@ def read_folds(
     """Records of the folds that there are now of these versions; and what is wrong with those that can't be read."""
     catalog.look_for_folds()
     folded = list_ids(catalog.backend, layout.FOLDS).intersection(record.id for record in records)
-    return _read_each(catalog.find_fold, sorted(folded))
+    with Transfer(READ_WORKERS, 4 * READ_WORKERS) as transfer:
+        return read_each(transfer, catalog.find_fold, sorted(folded))
 
 
-def _read_each(
-    find: Callable[[str], Record | None], versions: Sequence[str]
+def read_each(
+    transfer: Transfer, find: Callable[[str], Record | None], versions: Sequence[str]
 ) -> tuple[dict[str, Record], dict[str, CorruptionError | FormatError]]:
     """The records that are there, several read at once; and what is wrong with those that can't be read."""
     records, damaged = dict[str, Record](), dict[str, CorruptionError | FormatError]()
@@ -44,12 +46,11 @@ def _read_each(
         except (CorruptionError, FormatError) as error:
             return error
 
-    with Transfer(READ_WORKERS, 4 * READ_WORKERS) as transfer:
-        for version, found in zip(versions, transfer.map(read, versions), strict=True):
-            if isinstance(found, Record):
-                records[version] = found
-            elif found is not None:
-                damaged[version] = found
+    for version, found in zip(versions, transfer.map(read, versions), strict=True):
+        if isinstance(found, Record):
+            records[version] = found
+        elif found is not None:
+            damaged[version] = found
     return records, damaged
 
 

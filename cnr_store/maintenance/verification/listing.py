@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer
 from cnr_store.catalog.catalog import Catalog
@@ -15,6 +16,7 @@ from cnr_store.format import layout, validate
 from cnr_store.format.arrays import Doc, group_document
 from cnr_store.format.record import Record
 from cnr_store.format.state import loads
+from cnr_store.maintenance.verification.glance import read_each
 from cnr_store.maintenance.verification.inspect_version import STATE
 from cnr_store.maintenance.verification.report import Finding, Leftovers, find_leftovers
 
@@ -141,16 +143,26 @@ class Listing:
         self.suspicious: list[Finding] = []
         self.leftovers: list[Leftovers] = []
 
-    def read(self, versions: Iterable[str]) -> None:
+    def read(self, versions: Sequence[str]) -> None:
         """Read the records of these versions."""
-        for item in self._transfer.map(self._read_version, versions):
-            match item:
-                case Finding():
-                    self.problems.append(item)
-                case Attempt():
-                    self.attempts.append(item)
-                case _:
-                    self.records.append(item)
+        missing = self._read(self._catalog.find_record, versions, layout.VERSIONS, self.records)
+        self.attempts += self._transfer.map(
+            lambda version: Attempt.from_listing(version, self._list(version, layout.VERSIONS)), missing
+        )
+
+    def _read(
+        self,
+        find: Callable[[str], Record | None],
+        versions: Sequence[str],
+        prefix: str,
+        records: list[Record],
+    ) -> list[str]:
+        """Add the records that are sound, and findings of those that are not. Returns the ids that have none."""
+        found, damaged = read_each(self._transfer, find, versions)
+        records += found.values()
+        for version, error in damaged.items():
+            self.problems.append(Finding(str(error), version, layout.record_key(version, prefix)))
+        return [version for version in versions if version not in found and version not in damaged]
 
     def read_newest(self, wanted: str | int) -> None:
         """Read records newest first, up to that of the latest version or the newest of a step.
@@ -166,22 +178,11 @@ class Listing:
                 return
         self.records.clear()
 
-    def _read_version(self, version: str) -> Record | Attempt | Finding:
-        record = _read(self._catalog.find_record, version, layout.VERSIONS)
-        if record is not None:
-            return record
-        return Attempt.from_listing(version, self._list(version, layout.VERSIONS))
-
     def read_folds(self) -> None:
         """Read the records of all folds."""
-        for version in sorted(list_ids(self._backend, layout.FOLDS)):
-            fold = _read(self._catalog.find_fold, version, layout.FOLDS)
-            if fold is None:
-                self._check_fold_attempt(version)
-            elif isinstance(fold, Finding):
-                self.problems.append(fold)
-            else:
-                self.folds.append(fold)
+        folded = sorted(list_ids(self._backend, layout.FOLDS))
+        for version in self._read(self._catalog.find_fold, folded, layout.FOLDS, self.folds):
+            self._check_fold_attempt(version)
 
     def _check_fold_attempt(self, version: str) -> None:
         listed = self._list(version, layout.FOLDS)
@@ -222,12 +223,13 @@ class Listing:
     def _named_ids(self) -> dict[str, str]:
         """Ids that were committed, since something else names them, and what that is."""
         named = dict.fromkeys(list_marked(self._backend, layout.PINS), "a pin")
-        named |= self._tagged_ids()
+        named |= self._tagged_ids
         named |= {fold.id: fold.home for fold in self.folds}
         for record in self.records:
             named |= {need: record.home for need in (*record.needs, record.previous) if need is not None}
         return named
 
+    @cached_property
     def _tagged_ids(self) -> dict[str, str]:
         tagged: dict[str, str] = {}
         for name in list_tags(self._backend):
@@ -242,7 +244,7 @@ class Listing:
 
     def check_kept(self) -> None:
         """Report versions of which nothing is left, although a tag or a pin keeps them."""
-        tagged = self._tagged_ids()
+        tagged = self._tagged_ids
         kept = dict.fromkeys(list_ids(self._backend, layout.PINS), "a pin") | tagged
         # A version that retention deletes has a tombstone until its id is listed no more.
         there = list_ids(self._backend, layout.TOMBSTONES) | list_ids(self._backend, layout.VERSIONS)
@@ -253,11 +255,3 @@ class Listing:
             )
             # A pin alone may also be left of a call that was killed.
             (self.problems if version in tagged else self.suspicious).append(Finding(what, version))
-
-
-def _read(find: Callable[[str], Record | None], version: str, prefix: str) -> Record | Finding | None:
-    """A record, a finding if it is damaged, None if it is missing."""
-    try:
-        return find(version)
-    except (CorruptionError, FormatError) as error:
-        return Finding(str(error), version, layout.record_key(version, prefix))
