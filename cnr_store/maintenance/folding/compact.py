@@ -11,7 +11,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,12 +121,12 @@ def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = no
         folded = attempt.write(arrays, workers, progress)
     except Exception as error:  # after any error the attempt's objects are of no use
         attempt.delete()
-        if _is_deleted(catalog.backend, record):
+        if _is_there(Catalog(catalog.backend).find_record, record) is False:
             raise VersionNotFoundError(
                 f"{catalog.backend.url}: version {record.id} was removed while it was being folded"
             ) from error
         # Another attempt may have succeeded, and retention have deleted what this one was still reading.
-        if isinstance(error, CorruptionError) and _is_folded(catalog.backend, record):
+        if isinstance(error, CorruptionError) and _is_there(Catalog(catalog.backend).find_fold, record):
             return CompactReport(record.id, "already folded", seconds=time.perf_counter() - began)
         if isinstance(error, CheckpointError):
             raise
@@ -215,7 +215,7 @@ class _FoldAttempt:
                 return None
             self._backend.confirm(fold.key())  # what failed may have been the sync behind it
         # The version may have been deleted meanwhile, with those of the fold's objects that were listed then.
-        if _is_deleted(self._backend, self._version):
+        if _is_there(Catalog(self._backend).find_record, self._version) is False:
             self._backend.delete(fold.key())
             self._may_be_committed = False
             raise VersionNotFoundError(f"version {fold.id} was removed")
@@ -242,20 +242,11 @@ def _folder(fold: Record) -> str:
     return layout.version_key(fold.id, fold.nonce, prefix=layout.FOLDS)
 
 
-def _is_deleted(backend: Backend, version: Record) -> bool:
-    """Whether a committed version was deleted. False if that is unknown, because storage is damaged or silent."""
-    try:
-        return Catalog(backend).find_record(version.id) is None
-    except (BackendError, CheckpointError):
-        return False
-
-
-def _is_folded(backend: Backend, version: Record) -> bool:
-    """Whether there is a fold. False if that is unknown, because storage is damaged or silent."""
-    try:
-        return Catalog(backend).find_fold(version.id) is not None
-    except (BackendError, CheckpointError):
-        return False
+def _is_there(find: Callable[[str], Record | None], version: Record) -> bool | None:
+    """Whether a record is there now. None if that is unknown, because storage is damaged or silent."""
+    with suppress(BackendError, CheckpointError):
+        return find(version.id) is not None
+    return None
 
 
 def _delete_other_attempts(backend: Backend, fold: Record) -> None:
