@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError
 from cnr_store.format import layout
 from cnr_store.format.record import Record
 from cnr_store.maintenance.collection.pins import read_reasons
-from cnr_store.maintenance.verification.glance import find_lost_bases, read_folds, read_records
+from cnr_store.maintenance.verification.glance import Reach, find_reaches, read_folds, read_records
 
 Facts = Mapping[str, Any]
 """What is known of a version, by name; each name is there, None where nothing is known."""
@@ -93,7 +93,7 @@ class StoreFacts:
 
     versions: list[Facts]  # of each version, oldest first, also of those whose records can't be read
     records: list[Record]  # those that can be read, oldest first
-    folds: Mapping[str, Record]  # those of folds, by version
+    reaches: Mapping[str, Reach]  # what reading these takes
     errors: list[Exception]  # what is wrong with the others, and with tags
 
 
@@ -106,16 +106,18 @@ def read_store(catalog: Catalog) -> StoreFacts:
     pinned, tombstoned = list_marked(backend, layout.PINS), list_tombstoned(backend)
     folds, damaged_folds = read_folds(catalog, records)
     errors: list[Exception] = [*damaged.values(), *damaged_folds.values()]
-    lost, chains = find_lost_bases(records, folds), _chains(records, folds)
+    reaches = find_reaches(records, folds)
     tags: dict[str, list[str]] = {}
     try:
         for name, version in read_tags(backend).items():
             tags.setdefault(version, []).append(name)
     except CorruptionError as error:
         errors.append(error)
-    unknown = dict.fromkeys([*_ATTRIBUTES, "chain"])
+    unknown = dict.fromkeys([*_ATTRIBUTES, "chain", "lost_base"])
     facts: dict[str, dict[str, Any]] = {version: unknown | {"id": version} for version in damaged}
-    facts |= {record.id: record_facts(record) for record in records}
+    for record in records:
+        reach = reaches[record.id]
+        facts[record.id] = record_facts(record) | {"chain": reach.versions, "lost_base": reach.lost}
     versions: list[Facts] = [
         facts[version]
         | {
@@ -123,25 +125,13 @@ def read_store(catalog: Catalog) -> StoreFacts:
             "pinned": version in pinned,
             "pin_reasons": read_reasons(backend, version) if version in pinned else [],
             "folded": version in folds,
-            "chain": chains.get(version),
             "fold_bytes": folds[version].nbytes if version in folds else None,
             "removed": version in tombstoned,
-            "lost_base": lost.get(version),
             "damaged": None if version not in damaged else str(damaged[version]),
         }
         for version in sorted(facts)
     ]
-    return StoreFacts(versions, records, folds, errors)
-
-
-def _chains(records: Iterable[Record], folds: Collection[str]) -> dict[str, int]:
-    """By version, oldest first, how many versions reading it touches: none beneath one that is folded."""
-    touched: dict[str, set[str]] = {}
-    for record in records:
-        bases = {} if record.id in folds else {entry.base for entry in record.arrays.values()}
-        beneath = set[str]().union(*(touched.get(base, {base}) for base in bases if base is not None))
-        touched[record.id] = {record.id} | beneath.intersection(record.needs)
-    return {version: len(versions) for version, versions in touched.items()}
+    return StoreFacts(versions, records, reaches, errors)
 
 
 def codec_text(config: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -104,31 +104,11 @@ def read_figures(catalog: Catalog) -> Figures:
 
 
 def _versions(found: StoreFacts) -> Iterator[Facts]:
-    reads = _restore_bytes(found.records, found.folds)
     saved = {record.id: record.policy.get("seconds", {}).get("saved") for record in found.records}
     for facts in found.versions:
-        version = facts["id"]
-        yield {**facts, "saved_seconds": saved.get(version), "restore_bytes": reads.get(version)}
-
-
-def _restore_bytes(records: Iterable[Record], folds: Mapping[str, Record]) -> dict[str, int]:
-    """By version, the bytes of its own objects and of those that its arrays depend on; without those that lack one."""
-    chains: dict[str, dict[str, int]] = {}
-    found = {}
-    for record in records:
-        fold = folds.get(record.id)
-        chains[record.id] = read = {}
-        for path, entry in record.arrays.items():
-            if entry.base is None:
-                read[path] = entry.nbytes
-            elif fold is not None and path in fold.arrays:
-                read[path] = fold.arrays[path].nbytes
-            elif path in chains.get(entry.base, ()):
-                read[path] = chains[entry.base][path] + entry.nbytes
-        if len(read) == len(record.arrays):
-            others = record.nbytes - sum(entry.nbytes for entry in record.arrays.values())
-            found[record.id] = others + sum(read.values())
-    return found
+        version, reach = facts["id"], found.reaches.get(facts["id"])
+        nbytes = None if reach is None else reach.nbytes
+        yield {**facts, "saved_seconds": saved.get(version), "restore_bytes": nbytes}
 
 
 def _tables(records: Sequence[Record]) -> tuple[list[TableFigures], int]:

@@ -5,7 +5,8 @@ No array and no manifest is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from cnr_backends import ObjectNotFoundError, Transfer
 from cnr_store.catalog.catalog import READ_WORKERS, Catalog, count_parts
@@ -54,27 +55,41 @@ def read_each(
     return records, damaged
 
 
-def find_lost_bases(records: Iterable[Record], folded: Collection[str]) -> dict[str, str]:
-    """By id of a version that depends on one that is lost, the id of that one.
+class Reach(NamedTuple):
+    """What reading a version takes: other versions, and the bytes of all their objects that it reads."""
+
+    versions: int  # how many versions it touches, itself included
+    nbytes: int | None  # None if one that it depends on is lost
+    lost: str | None  # the id of that one
+
+
+def find_reaches(records: Iterable[Record], folds: Mapping[str, Record]) -> dict[str, Reach]:
+    """By version, what reading it takes: nothing beneath what is folded.
 
     `records`: those of all committed versions, oldest first.
-    `folded`: ids of the versions that have folds, which depend on no other.
+    `folds`: those of folds, by version.
     """
-    lost: dict[str, dict[str, str]] = {}  # by version and array; versions without a loss have no entry
-    paths: dict[str, Collection[str]] = {}
+    # By version: of each array its bytes, or the base that is lost; and the versions touched.
+    read, touched = dict[str, dict[str, int | str]](), dict[str, set[str]]()
+    found = {}
     for record in records:
-        paths[record.id] = record.arrays.keys()
-        if record.id in folded:
-            continue
+        fold, here, beneath = folds.get(record.id), dict[str, int | str](), set[str]()
         for path, entry in record.arrays.items():
-            base = entry.base
-            if base is None:
-                continue
-            is_there = path in paths.get(base, ())
-            missing = lost.get(base, {}).get(path) if is_there else base
-            if missing is not None:
-                lost.setdefault(record.id, {})[path] = missing
-    return {version: next(iter(by_path.values())) for version, by_path in lost.items()}
+            if entry.base is not None and fold is not None and path in fold.arrays:
+                here[path] = fold.arrays[path].nbytes
+            elif entry.base is None:
+                here[path] = entry.nbytes
+            else:
+                older = read.get(entry.base, {}).get(path, entry.base)
+                here[path] = older if isinstance(older, str) else older + entry.nbytes
+                beneath |= touched.get(entry.base, {entry.base})
+        read[record.id] = here
+        touched[record.id] = {record.id} | beneath.intersection(record.needs)
+        lost = next((base for base in here.values() if isinstance(base, str)), None)
+        own = record.nbytes - sum(entry.nbytes for entry in record.arrays.values())
+        nbytes = own + sum(each for each in here.values() if isinstance(each, int))
+        found[record.id] = Reach(len(touched[record.id]), nbytes if lost is None else None, lost)
+    return found
 
 
 def find_lost(catalog: Catalog, record: Record) -> str | None:
