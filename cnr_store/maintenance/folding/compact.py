@@ -19,6 +19,7 @@ from typing import Any
 from cnr_backends import Backend, BackendError, StorageFullError, Transfer
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_to_change
 from cnr_store.catalog.objects import has_object
+from cnr_store.chains.array_reader import ArrayReader
 from cnr_store.errors import CheckpointError, CorruptionError, SaveError, VersionNotFoundError
 from cnr_store.format import layout
 from cnr_store.format.arrays import Doc, add_node
@@ -117,7 +118,8 @@ def fold(catalog: Catalog, record: Record, workers: int, progress: Progress = no
         return CompactReport(record.id, "already folded", seconds=time.perf_counter() - began)
     attempt = _FoldAttempt(catalog.backend, record)
     try:
-        arrays = {path: FoldedArray.from_record(catalog, record, path) for path in paths}
+        readers = (ArrayReader(catalog, record, path) for path in paths)
+        arrays = {each.path: FoldedArray.from_reader(each, record.arrays[each.path]) for each in readers}
         folded = attempt.write(arrays, workers, progress)
     except Exception as error:  # after any error the attempt's objects are of no use
         attempt.delete()

@@ -21,7 +21,6 @@ from cnr_codecs import (
     split_segments,
 )
 from cnr_codecs.elements import element_named
-from cnr_store.catalog.catalog import Catalog
 from cnr_store.chains.array_reader import REGION_BYTES, ArrayReader
 from cnr_store.chains.link import Link
 from cnr_store.errors import CorruptionError, FormatError, SaveError
@@ -50,13 +49,8 @@ class FoldedArray:
     compressors: Compressors  # those that follow the row codec
 
     @classmethod
-    def from_record(cls, catalog: Catalog, record: Record, path: str) -> FoldedArray:
-        """Prepare the fold of an array that is a delta in a version."""
-        return cls.from_reader(ArrayReader(catalog, record, path), record.arrays[path])
-
-    @classmethod
     def from_reader(cls, reader: ArrayReader, written: ArrayEntry) -> Self:
-        """The same of what a `reader` reads, from the array's entry in its version's record."""
+        """Prepare the fold of what a `reader` reads, from the array's entry in its version's record."""
         # Of a damaged chain, the whole link may be lost: the oldest one that is left has codecs of the same rows.
         whole = next((link for link in reversed(reader.links) if link.is_written), reader.links[-1])
         config = dict(whole.entry.codec or {})
