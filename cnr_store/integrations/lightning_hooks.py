@@ -115,9 +115,9 @@ def position(trainer: Any, is_cut_off: bool) -> None:
     """
     loop = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress
-    if (
-        is_cut_off and batches.total.completed < batches.total.processed
-    ):  # saved in the last hook of that batch
+    # Saved in the last hook of a batch. Of an epoch's last one Lightning would begin the next epoch at once, in which a
+    # loader that keeps its state has no batch left.
+    if (is_cut_off or batches.is_last_batch) and batches.total.completed < batches.total.processed:
         batches.increment_completed()
     epochs = loop.epoch_progress.current
     if epochs.ready == epochs.started == epochs.processed:  # with `max_steps`, this epoch would restart

@@ -49,7 +49,11 @@ SCHEDULERS: dict[str, Any] = {
         "scheduler": OneCycleLR(optimizer, 0.05, total_steps=MAX_STEPS, cycle_momentum=False),
         "interval": "step",
     },
-    "plateau": lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer, patience=0), "monitor": "loss"},
+    "plateau": lambda optimizer: {
+        "scheduler": ReduceLROnPlateau(optimizer, patience=0),
+        "monitor": "loss",
+        "strict": False,  # an epoch may have no validation
+    },
     "steep": lambda optimizer: {
         "scheduler": ReduceLROnPlateau(optimizer, patience=1),
         "monitor": "trained",
@@ -190,8 +194,8 @@ class Module(LightningModule):
         scheduled = [] if plan.scheduler is None else optimizers
         if plan.scheduler == "plateau" and plan.validation is None and not plan.is_manual:
             scheduled = []  # nothing to monitor
-        if plan.unfreezes and plan.scheduler == "cycle":
-            scheduled = []  # it knows its groups from the beginning
+        if plan.unfreezes and plan.scheduler in ("cycle", "cosine"):
+            scheduled = []  # they know their groups from the beginning
         return optimizers, [SCHEDULERS[plan.scheduler or "step"](one) for one in scheduled]
 
 
@@ -227,6 +231,10 @@ class Unfreezes(BaseFinetuning):
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.bias, optimizer, lr=0.02)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch >= 1:  # Lightning resumes with its parameters frozen
+            self.make_trainable(pl_module.bias)
+
 
 class Ends(Behind):
     """Sends this process a signal at a hook, once so many steps were taken. Notes with which step it began."""
@@ -244,23 +252,47 @@ class Ends(Behind):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        (self._folder / "began").write_text(str(trainer.global_step))
+        (self._folder / "began").write_text(position(trainer))
 
     def behind_batch(self, trainer: Any) -> None:
         pass
 
 
+def position(trainer: Any) -> str:
+    """Where a fit stands: the steps, batches and epochs that are behind it."""
+    done = (trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress)
+    return "-".join(map(str, (trainer.global_step, *(one.total.processed for one in done))))
+
+
 class Own(Callback):
-    """Saves at each step by Lightning's own means."""
+    """Saves wherever a fit may have been saved, by Lightning's own means, with the random numbers that these lack."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._rng: torch.Tensor | None = None
 
-    def _save(self, trainer: Trainer, *_: Any) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": torch.get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._rng = state_dict["rng"]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._rng is not None:
+            torch.set_rng_state(self._rng)
+
+    def _save(self, trainer: Trainer, place: str) -> None:
         if not trainer.sanity_checking:
-            trainer.save_checkpoint(self._folder / f"{trainer.global_step}.ckpt")
+            trainer.save_checkpoint(self._folder / f"{position(trainer)}.{place}")
 
-    on_train_batch_end = on_validation_end = on_train_epoch_end = _save  # type: ignore[assignment]
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._save(trainer, "batch")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, "epoch")
 
 
 def loaders(plan: Plan) -> tuple[Any, Any]:
@@ -303,7 +335,8 @@ def live(command: dict[str, Any]) -> None:
             resumes_at = markers[-1] if markers else None
     elif command["way"] == "own":
         callbacks.append(Own(folder))
-        resumes_at = folder / f"{command['at']}.ckpt" if command["at"] else None
+        places = [folder / f"{command['at']}.{place}" for place in command["places"]]
+        resumes_at = next((one for one in places if one.exists()), None)
     callbacks.append(Ends(folder, tuple(ends) if ends else None))
     trainer = Trainer(
         max_epochs=plan.epochs,
@@ -321,12 +354,15 @@ def live(command: dict[str, Any]) -> None:
         **(plan.validation or {}),
     )
     training, validation = loaders(plan)
+    (folder / "began").unlink(missing_ok=True)
     try:
         trainer.fit(
             module, training, validation if plan.validation is not None else None, ckpt_path=resumes_at
         )
     except SIGTERMException:
         return
+    if not (folder / "began").exists():  # nothing was left to train
+        (folder / "began").write_text(position(trainer))
     torch.save(state(trainer, module), folder / "end")
 
 
