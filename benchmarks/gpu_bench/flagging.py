@@ -10,7 +10,7 @@ from benchmarks.gpu_bench import aims
 from benchmarks.gpu_bench.dlrm import Dlrm
 from benchmarks.gpu_bench.place import Place
 from cnr_store.training.model.tables import find_tables
-from cnr_store.training.tracking.device_bitmap import RowBits
+from cnr_store.training.tracking.table_tracker import RowBits
 from cnr_store.training.tracking.tracker import Tracker
 
 

@@ -15,8 +15,7 @@ import numpy as np
 from zarr.abc.store import Store
 
 from cnr_backends import Backend, ObjectNotFoundError, Transfer, open_backend
-from cnr_store.catalog.objects import list_ids, prove_parts, read_object
-from cnr_store.catalog.tags import list_tags, read_tag
+from cnr_store.catalog.objects import list_ids, list_tags, prove_parts, read_object, read_tag
 from cnr_store.catalog.version_info import VersionInfo
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError, VersionNotFoundError
 from cnr_store.format import layout

@@ -5,10 +5,12 @@ from __future__ import annotations
 import codecs
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, NoReturn
@@ -18,19 +20,20 @@ from rich.console import Console
 from rich.text import Text
 
 from cnr_backends import BackendError
-from cnr_codecs import CodecError
+from cnr_codecs import CodecError, cache_folders, compile_all
 from cnr_store.cli.demo import demo
 from cnr_store.cli.export import export, import_, serve
 from cnr_store.cli.inspection import cat, diff, du, info
 from cnr_store.cli.listing import ls
 from cnr_store.cli.maintenance import compact, gc, pin, repair, tag, unpin, untag, verify
-from cnr_store.cli.output import plain
+from cnr_store.cli.options import AsJson
+from cnr_store.cli.output import plain, print_json, print_line, progress, say
 from cnr_store.cli.report.page import report
 from cnr_store.cli.report.watch import watch
 from cnr_store.cli.simulate import simulate
-from cnr_store.cli.warm import warm
 from cnr_store.errors import CheckpointError, for_shell
 from cnr_store.format import layout
+from cnr_store.training.tracking.bitmap import compile_kernels
 
 _NARROW = 60
 """Columns of a terminal. With fewer, the tables of help would cut the names of options, so it is plain text."""
@@ -52,6 +55,42 @@ def _options(
     ] = False,
 ) -> None:
     """Options of the command itself."""
+
+
+def warm(as_json: AsJson = False) -> None:
+    """Compile all kernels in advance, so that no process compiles them at its first save or load.
+
+    They are kept in NUMBA_CACHE_DIR, beside the package, or in the home folder,
+    and are valid for this type of processor.
+    """
+    began = time.perf_counter()
+    with progress("compiling") as on_progress:
+        for done, _ in enumerate(chain(compile_all(), compile_kernels()), 1):
+            if not _kernel_files():  # not even of the first: the others take long
+                say(
+                    "cnr: no kernel could be kept: set NUMBA_CACHE_DIR to a folder that can be written, with room"
+                )
+                raise typer.Exit(1)
+            on_progress(done, None)
+    seconds = time.perf_counter() - began
+    folders, files = _kernel_folders(), _kernel_files()
+    nbytes = sum(file.stat().st_size for file in files)
+    kept = {"seconds": round(seconds, 1), "files": len(files), "bytes": nbytes}
+    if as_json:
+        print_json({**kept, "folders": [str(folder) for folder in folders]})
+    else:
+        print_line(f"compiled in {seconds:.1f} s: {len(files)} files, {nbytes / 1e6:.1f} MB, in")
+        for folder in folders:
+            print_line(f"  {folder}")
+
+
+def _kernel_folders() -> list[Path]:
+    """Where kernels are kept, as far as there is anything."""
+    return [folder for folder in cache_folders() if folder.is_dir()]
+
+
+def _kernel_files() -> list[Path]:
+    return [file for folder in _kernel_folders() for file in folder.glob("*.nb[ci]")]
 
 
 app = typer.Typer(

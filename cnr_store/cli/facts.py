@@ -10,8 +10,7 @@ from typing import Any
 from cnr_backends import open_backend
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import list_tombstoned
-from cnr_store.catalog.objects import list_marked
-from cnr_store.catalog.tags import read_tags
+from cnr_store.catalog.objects import list_marked, read_tags
 from cnr_store.catalog.version_info import find_figures
 from cnr_store.cli.output import plain
 from cnr_store.errors import CorruptionError, EmptyStoreError, FormatError

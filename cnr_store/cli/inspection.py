@@ -14,8 +14,7 @@ from rich.text import Text
 
 from cnr_store.catalog.catalog import open_record
 from cnr_store.catalog.claims import list_tombstoned
-from cnr_store.catalog.objects import list_marked
-from cnr_store.catalog.tags import read_tags
+from cnr_store.catalog.objects import list_marked, read_tags
 from cnr_store.cli.facts import codec_text, fold_bytes, metadata_text, names_text, open_store, record_facts
 from cnr_store.cli.options import (
     AsJson,

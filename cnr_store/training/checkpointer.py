@@ -48,8 +48,8 @@ from cnr_store.training.saving.explanation import Explanation
 from cnr_store.training.saving.options import CONSTRUCT, Options
 from cnr_store.training.saving.pending_save import PendingSave
 from cnr_store.training.saving.save_queue import SaveQueue
-from cnr_store.training.tracking.model_guard import ModelStructure
 from cnr_store.training.tracking.optimizer_rules import trusted_classes
+from cnr_store.training.tracking.tracker import ModelStructure
 from cnr_store.writing.patience import Patience, PatientBackend
 
 log = logging.getLogger("cnr_store")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from cnr_codecs import ParameterType, PayloadError, RowSet, Scheme, Segment, UniformRows, parse
 from cnr_codecs.elements import element_named
-from cnr_codecs.payload.buffer import Draft
-from cnr_codecs.payload.payload import build
+from cnr_codecs.payload.payload import Draft, build
 from cnr_codecs.payload.plain import decode_plain
 from cnr_codecs.protocol import Rows
 from cnr_codecs.uniform.uniform import SchemeName

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cnr_codecs
 from cnr_codecs import ChunksCodec, ParameterType, RowsError, Scheme, UniformRows, pack
 from cnr_codecs.elements import round_to_bfloat16
-from cnr_codecs.kernels import walk
+from cnr_codecs.kernels.search import greedy_walk
 from cnr_codecs.protocol import Rows, encode_chunks
 from cnr_codecs.uniform.uniform import SchemeName, row_extremes, search_factor
 from tests.test_codecs.hard_rows import (
@@ -57,7 +57,7 @@ def test_greedy_walk_equals_the_reference(values: Rows, bits: int, bins: int, da
     low, high = row_extremes(values)
     factor = search_factor(low, high, bins)
     left, right = np.zeros((2, len(values)), np.int32)
-    walk.greedy_walk(values, low, factor, bins, steps, (1 << bits) - 1, left, right)
+    greedy_walk(values, low, factor, bins, steps, (1 << bits) - 1, left, right)
     expected = reference.greedy_walk(values, low, factor, bins, steps, (1 << bits) - 1)
     np.testing.assert_array_equal((left, right), expected)
     assert (left + right <= steps).all()

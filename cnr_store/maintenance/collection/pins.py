@@ -10,8 +10,7 @@ from typing import Any
 from cnr_backends import Backend, BackendError, ObjectNotFoundError, StorageError, open_backend
 from cnr_store.catalog import claims
 from cnr_store.catalog.catalog import Catalog, Url, Version, open_to_change, tell_of_no_store
-from cnr_store.catalog.objects import has_object, list_ids, list_marked
-from cnr_store.catalog.tags import encode_tag, read_tags
+from cnr_store.catalog.objects import encode_tag, has_object, list_ids, list_marked, read_tags
 from cnr_store.errors import CorruptionError, FormatError, OptionError, VersionNotFoundError, option
 from cnr_store.format import layout, validate
 from cnr_store.format.record_document import NO_DIGEST, check_digest, with_digest

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from cnr_backends import Backend, ObjectExistsError, ObjectNotFoundError, StorageFullError, Transfer
 from cnr_store.catalog import claims
 from cnr_store.catalog.claims import ClaimRecord
-from cnr_store.catalog.objects import list_ids, list_marked
-from cnr_store.catalog.tags import read_tags
+from cnr_store.catalog.objects import list_ids, list_marked, read_tags
 from cnr_store.catalog.version_info import find_figures
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout

@@ -9,8 +9,7 @@ from functools import cached_property
 from cnr_backends import Backend, ObjectNotFoundError, Transfer
 from cnr_store.catalog.catalog import Catalog
 from cnr_store.catalog.claims import ClaimRecord, decode_claim, list_claims, store_id
-from cnr_store.catalog.objects import list_ids, list_marked
-from cnr_store.catalog.tags import list_tags, read_tag
+from cnr_store.catalog.objects import list_ids, list_marked, list_tags, read_tag
 from cnr_store.errors import CorruptionError, FormatError
 from cnr_store.format import layout, validate
 from cnr_store.format.arrays import Doc, group_document

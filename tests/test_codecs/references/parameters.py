@@ -1,6 +1,6 @@
 """Parameters of uniform quantization: the numbers that a row is decoded with, computed from its range.
 
-This is readable numpy. `cnr_codecs.kernels.parameters` computes the same, bit for bit.
+This is readable numpy. `cnr_codecs.kernels.uniform` computes the same, bit for bit.
 
 The scale of a range is rounded up and its offset down, so that the codes cover the range. The scale and offset of a
 searched line are rounded to the nearest. Both are float16 where that costs less than 1/128 of the range. Otherwise both

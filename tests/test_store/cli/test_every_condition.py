@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -224,6 +225,7 @@ def test_a_store_that_one_may_not_read(
 ) -> None:
     arguments = _arguments(name, public_store, public_store.parent)
     cnr(capsys, "ls", str(public_store))  # all is imported before files of others may not be read any more
+    import_module("cnr_store.reading.server")  # by `cnr serve` alone
     public_store.chmod(0o000)
     with _as_nobody():
         told = cnr(capsys, *arguments)

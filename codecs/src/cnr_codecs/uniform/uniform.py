@@ -16,13 +16,12 @@ import numpy.typing as npt
 from cnr_codecs.elements import Element, quantizable_element
 from cnr_codecs.errors import CodecConfigError, RowsError
 from cnr_codecs.kernels import uniform as kernels
-from cnr_codecs.kernels import walk
 from cnr_codecs.kernels.building.compiled import read_only
-from cnr_codecs.kernels.search import MAX_DIM, NORMAL_STEPS
-from cnr_codecs.payload.buffer import Draft
+from cnr_codecs.kernels.search import MAX_DIM, NORMAL_STEPS, greedy_walk
 from cnr_codecs.payload.payload import (
     PARAMETER_DTYPES,
     PARAMETERS_PER_ROW,
+    Draft,
     ParameterType,
     Scheme,
     Segment,
@@ -353,7 +352,7 @@ def _walked(wide: Float32s, bits: int, bins: int, ratio: float) -> tuple[Float64
             return low, high
         left, right = (np.zeros(len(wide), np.int32) for _ in range(2))
         factor = search_factor(row_low, row_high, bins)
-        walk.greedy_walk(wide, row_low, factor, bins, steps, (1 << bits) - 1, left, right)
+        greedy_walk(wide, row_low, factor, bins, steps, (1 << bits) - 1, left, right)
         width = (high - low) / bins
         return np.where(left > 0, low + left * width, low), np.where(right > 0, high - right * width, high)
 

@@ -22,7 +22,7 @@ from cnr_store.training.distributed.pieces import LocalPiece
 from cnr_store.training.loading.load_result import Restored
 from cnr_store.training.model import trained_model
 from cnr_store.training.model.tensors import array_dtype
-from cnr_store.training.tracking import model_guard, tracker
+from cnr_store.training.tracking import tracker
 from tests.test_store.ranks.support.rank_threads import ThreadGroup, on_threads
 from tests.test_store.ranks.support.spread_model import Array, Cut, Random, SpreadModel, TableKind
 from tests.test_store.support.same_arrays import differing
@@ -48,7 +48,7 @@ def find_spread_models(monkeypatch: pytest.MonkeyPatch) -> None:
         "take_fused": lambda optimizers: (list(optimizers), 0),
     }
     door = SimpleNamespace(**{**vars(torchrec), **fakes})
-    for module in (trained_model, model_guard, tracker):
+    for module in (trained_model, tracker):
         monkeypatch.setattr(module, "torchrec", lambda: door)
 
 

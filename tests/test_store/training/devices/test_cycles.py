@@ -212,7 +212,7 @@ def test_a_device_that_is_lost_fails_the_save_and_no_row_is_forgotten(
             elif place == "gather":
                 patch.setattr("cnr_store.training.model.row_arrays.copy_rows", lost)
             else:
-                patch.setattr("cnr_store.training.tracking.device_bitmap._packed", lost)
+                patch.setattr("cnr_store.training.tracking.table_tracker._packed", lost)
             with pytest.raises(cnr_store.SaveError, match="device lost"):
                 job.checkpointer.save(step=1).result()
         job.train(2)

@@ -16,7 +16,7 @@ from torch import nn
 import cnr_store
 from cnr_codecs import LosslessRows, RowCodec, Scheme, UniformRows
 from cnr_store.training.devices import support
-from cnr_store.training.tracking.device_bitmap import RowBits
+from cnr_store.training.tracking.table_tracker import RowBits
 from tests.test_store.training.devices.device import DEVICE
 
 ROWS, DIMS = 60, {"items": 6, "users": 3}

@@ -23,7 +23,7 @@ from cnr_codecs.protocol import encode_chunks
 from cnr_store.training.devices.encode import encode, start_copy
 from cnr_store.training.devices.staging import DeviceRows
 from cnr_store.training.tracking.bitmap import rows_of
-from cnr_store.training.tracking.device_bitmap import RowBits
+from cnr_store.training.tracking.table_tracker import RowBits
 from cnr_store.writing.row_codes import encode_block
 from tests.test_codecs import hard_rows
 from tests.test_store.support.tracked_table import gather

@@ -17,7 +17,7 @@ from torch import nn
 import cnr_store
 from cnr_store.training import checkpointer, resumption
 from cnr_store.training.saving import planner
-from cnr_store.training.tracking import device_bitmap, table_tracker, tracker
+from cnr_store.training.tracking import table_tracker, tracker
 from tests.nightly import of_today
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 # Not `pending`: a trace can strike between the taking of a lock and its `with` block, where no signal is let in.
 FILES = {
     os.path.realpath(str(module.__file__))
-    for module in (checkpointer, resumption, planner, device_bitmap, tracker, table_tracker)
+    for module in (checkpointer, resumption, planner, tracker, table_tracker)
 }
 ROWS = 900
 

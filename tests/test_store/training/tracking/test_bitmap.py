@@ -17,8 +17,8 @@ from hypothesis.extra import numpy as npst
 from torch import nn
 
 from cnr_store.training.devices import support
-from cnr_store.training.tracking import bitmap, device_bitmap
-from cnr_store.training.tracking.device_bitmap import RowBits
+from cnr_store.training.tracking import bitmap, table_tracker
+from cnr_store.training.tracking.table_tracker import RowBits
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -171,7 +171,7 @@ def test_ids_beyond_any_row_number_mark_nothing_on_a_device(rows: int) -> None:
 
 
 def test_bits_of_a_device_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_bitmap, "_PACKED_BYTES", 3)
+    monkeypatch.setattr(table_tracker, "_PACKED_BYTES", 3)
     bits = bits_there(100)
     bits.mark(torch.arange(0, 100, 7, dtype=torch.int8))
     assert bitmap.rows_of(taken(bits), 100).tolist() == list(range(0, 100, 7))
@@ -245,7 +245,7 @@ def test_threads_that_mark_one_bitmap_undo_nothing() -> None:
 READS_AT_THE_END_OF_MEMORY = """
 import ctypes, mmap
 import numpy as np
-from cnr_store.training.tracking import bitmap, device_bitmap
+from cnr_store.training.tracking import bitmap, table_tracker
 
 for _ in bitmap.compile_kernels():
     pass
