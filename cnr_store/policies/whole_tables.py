@@ -16,7 +16,6 @@ ADVICE = (
     "(a budget, as by default, or a relative cnr_lattice and state_bits='auto'), and fewer where SparseAdam or Adagrad "
     f"steps the tables: {PAGE}"
 )
-ASSURANCE = f"There is nothing to do: the rows are stored on grids, which keep deltas small: {PAGE}"
 
 
 def summary(

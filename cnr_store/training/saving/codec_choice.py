@@ -271,16 +271,6 @@ class CodecChoice:
             chosen = self._chosen[key] = self._state_codec(width, nbytes, element, is_relative)
         return chosen
 
-    def keeps_deltas_small(self, table: str) -> bool:
-        """Whether rows of a large table of that name, and all of their state, are on grids: few of them change.
-
-        False where `state_bits` names slots, which may be on none. On a grid that has all bits, all rows change.
-        """
-        state = relative_codec(self.state_codec_for(table, "", LOSSLESS_BELOW_BYTES, "float32"))
-        rows = relative_codec(self.codec_for(table, LOSSLESS_BELOW_BYTES))
-        on_grids = state is not None and not (is_exact(state) or is_exact(rows))
-        return on_grids and not isinstance(self._state_bits, Mapping)
-
     def _state_codec(self, width: int | str, nbytes: int, element: str, is_relative: bool) -> RowCodec:
         """The codec of state of a width, lossless where the element type can't be quantized."""
         if width == LOSSLESS or element not in QUANTIZABLE:

@@ -100,7 +100,6 @@ class SaveQueue:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="cnr-save")
         self.tracker = Tracker(trained.tables, trained.optimizers, options.trusted, trained.sharded)
         self.tracker.logs, self.tracker.compares_all = group.world == 1, options.audits_all
-        self.tracker.keeps_deltas_small = options.codecs.keeps_deltas_small
         # Before the first save, so that no save waits for a compiler between its start and its commit.
         steps = options.codecs.compile_steps(trained.tables)
         self._compiled = self._executor.submit(lambda: any(self._closing or is_exiting() for _ in steps))

@@ -12,11 +12,6 @@ from cnr_store.errors import OptionError
 from cnr_store.training.model.names import class_name
 from cnr_store.training.model.optimizer_state import row_slots
 
-TRUST_ADVICE = (
-    "; if it never moves rows without a gradient, name it in the Checkpointer's option "
-    "tracking=cnr_store.Tracking(trusted_optimizers=[...])"
-)
-"""The end of the reason where a class is not known."""
 _ROWWISE_ADAGRAD = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
 """torchrec's class, which is recognized without torchrec installed."""
 _WRITTEN: dict[type, Collection[str]] = {SGD: (), Adagrad: ["sum"], SparseAdam: ["exp_avg", "exp_avg_sq"]}
@@ -91,7 +86,12 @@ def _written(kind: type) -> Collection[str] | None:
 
 def _advice(kind: type) -> str:
     """What to do about a class that is not trusted. All of torch's own that are not known here move every row."""
-    return "" if kind.__module__.startswith("torch.optim.") else TRUST_ADVICE
+    if kind.__module__.startswith("torch.optim."):
+        return ""
+    return (
+        "; if it never moves rows without a gradient, name it in the Checkpointer's option "
+        "tracking=cnr_store.Tracking(trusted_optimizers=[...])"
+    )
 
 
 def written_slots(optimizer: Optimizer, trusted: Classes = ()) -> Collection[str] | None:

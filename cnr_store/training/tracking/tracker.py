@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cnr_store.errors import ModelMismatchError, listed
-from cnr_store.policies.whole_tables import ADVICE, ASSURANCE, describe, summary
+from cnr_store.policies.whole_tables import ADVICE, describe, summary
 from cnr_store.training.distributed.pieces import is_dtensor
 from cnr_store.training.distributed.sharded import ShardedModule
 from cnr_store.training.distributed.torchrec_door import torchrec
@@ -36,7 +36,6 @@ from cnr_store.training.model.patterns import NOTHING, Exclusion
 from cnr_store.training.model.tables import Table, check_weight, table_weights
 from cnr_store.training.tracking.bitmap import Bitmap
 from cnr_store.training.tracking.optimizer_rules import (
-    TRUST_ADVICE,
     Classes,
     may_move_untouched_rows,
     most_changes,
@@ -71,7 +70,6 @@ class Tracker:
 
     `stepped`: finds the tables among the parameters of an optimizer.
     `logs`: whether `whole_reasons` logs what it finds. Of many ranks, the first logs what all of them found.
-    `keeps_deltas_small`: whether what is stored of a table's rows, by its name, is on grids, so that few rows change.
     `compares_all`: whether saves compare all tables, also those of which hooks tell the changed rows.
     """
 
@@ -83,7 +81,6 @@ class Tracker:
         sharded: Sequence[ShardedModule] = (),
     ) -> None:
         self.logs, self.compares_all = True, False
-        self.keeps_deltas_small: Callable[[str], bool] = lambda _name: False
         self._optimizers = list(optimizers)
         self._trusted = trusted
         self._trackers = {table.name: TableTracker(table, self._optimizers) for table in tables}
@@ -210,7 +207,7 @@ class Tracker:
     def whole_reasons(self) -> dict[str, str]:
         """Why tables are saved whole if the interval ends now, by name; call it before `swap`.
 
-        Each reason is logged once for a table, in one line for all tables: see `warn`.
+        Each reason is logged once for a table, in one warning for all tables.
         """
         reasons = self.reasons()
         if self.logs:
@@ -241,26 +238,14 @@ class Tracker:
         return reasons, unchanged
 
     def warn(self, reasons: Mapping[str, str]) -> None:
-        """Log of which tables hooks can't tell the changed rows, each reason once.
-
-        It is no warning where nothing is to be done: the given optimizers move every row of these tables by their
-        settings, and grids keep the deltas small all the same.
-        """
+        """Log of which tables hooks can't tell the changed rows, each reason once."""
         new = {name: reason for name, reason in reasons.items() if (name, reason) not in self._logged}
         self._logged.update(new.items())
-        if not new:
-            return
-        moved = self._moved_by_settings()
-        is_usual = all(
-            reason == moved.get(name) and not reason.endswith(TRUST_ADVICE) and self.keeps_deltas_small(name)
-            for name, reason in new.items()
-        )
-        level, advice = (logging.INFO, ASSURANCE) if is_usual else (logging.WARNING, ADVICE)
         if len(new) == 1:
-            log.log(level, "table %r is compared with what is stored: %s. %s", *new.popitem(), advice)
-        else:
-            told = len(new), describe(summary(new)), advice
-            log.log(level, "%d tables are compared with what is stored: %s. %s", *told)
+            log.warning("table %r is compared with what is stored: %s. %s", *new.popitem(), ADVICE)
+        elif new:
+            told = len(new), describe(summary(new)), ADVICE
+            log.warning("%d tables are compared with what is stored: %s. %s", *told)
 
     def ways(self) -> dict[str, str]:
         """Which rows of each table are flagged, for people."""

@@ -174,10 +174,7 @@ def test_compared_tables_are_told_of_once_and_together(
         if isinstance(module, nn.Embedding):
             module.sparse = False
     optimizer = Adam(model.parameters())
-    with (
-        caplog.at_level(logging.WARNING, "cnr_store"),
-        Checkpointer(tmp_path, model, optimizer, bits=8) as saving,
-    ):
+    with caplog.at_level(logging.WARNING, "cnr_store"), Checkpointer(tmp_path, model, optimizer) as saving:
         for step in range(3):
             model.step(optimizer, [step])
             saving.save(step).result()

@@ -12,7 +12,7 @@ from torch import nn
 
 import cnr_store
 from cnr_store.catalog.catalog import open_record
-from cnr_store.policies.whole_tables import ADVICE, ASSURANCE, PAGE
+from cnr_store.policies.whole_tables import ADVICE, PAGE
 from tests.paths import ROOT
 from tests.test_store.cli.command import cnr
 
@@ -53,45 +53,6 @@ def test_all_rows_changed(
     told = f"'a', 'b': {reason} ({found['bytes']:,} bytes, as a delta {found['bytes']:,})"
     assert last.endswith(f"; whole are {told}; see {PAGE}")
     assert told in cnr(capsys, "info", str(tmp_path))[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "level"),
-    [
-        ({}, "torch's", logging.INFO),
-        ({"state_bits": "m3"}, "torch's", logging.INFO),
-        ({"bits": {"b": 8}}, "torch's", logging.WARNING),
-        ({"state_bits": 32}, "torch's", logging.WARNING),
-        ({"state_bits": {"b/exp_avg": 32}}, "torch's", logging.WARNING),
-        ({"budget": 0}, "torch's", logging.WARNING),
-        ({}, "own", logging.WARNING),
-        ({}, "none", logging.WARNING),
-        ({}, "outside", logging.WARNING),
-    ],
-)
-def test_it_is_no_warning_where_nothing_is_to_be_done(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: Any, kind: str, level: int
-) -> None:
-    """Grids keep deltas small under Adam. Not so other codecs, and other reasons than its settings are told of."""
-
-    class Own(torch.optim.Adam):
-        pass
-
-    model = nn.ModuleDict({"a": nn.Embedding(ROWS, 8), "b": nn.Embedding(ROWS, 8)})
-    optimizer = (Own if kind == "own" else torch.optim.Adam)(model.parameters())
-    given = None if kind == "none" else optimizer
-    with (
-        caplog.at_level(logging.INFO, "cnr_store"),
-        cnr_store.Checkpointer(tmp_path, model, given, **options) as saving,
-    ):
-        if kind == "outside":
-            with torch.no_grad():
-                model.get_parameter("a.weight").add_(1)
-        train(model, optimizer)
-        saving.save(0).result()
-    (told,) = (each for each in caplog.records if "compared with what is stored" in each.message)
-    assert told.levelno == level
-    assert told.message.endswith(ASSURANCE if level == logging.INFO else ADVICE)
 
 
 def test_what_a_delta_would_have_cost(tmp_path: Path) -> None:
