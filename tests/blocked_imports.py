@@ -20,16 +20,17 @@ from tests.test_store.support.fork_server import fork_jobs
 
 
 class Blocked(importlib.abc.MetaPathFinder):
-    """Refuses modules and what lies in them. A test that imports one itself is skipped."""
+    """Refuses modules and what lies in them. A test is skipped if it, or a benchmark that it tests, imports one."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if any(f"{fullname}.".startswith(f"{name}.") for name in self._names):
-            if _importer(sys._getframe(1)).is_relative_to(ROOT / "tests"):
+            importer = _importer(sys._getframe(1))
+            if any(importer.is_relative_to(ROOT / place) for place in ("tests", "benchmarks")):
                 pytest.skip(f"it needs {fullname}", allow_module_level=True)
-            raise ImportError(f"{fullname} is blocked", name=fullname)
+            raise ModuleNotFoundError(f"{fullname} is blocked", name=fullname)
 
 
 def _importer(frame: FrameType | None) -> Path:
