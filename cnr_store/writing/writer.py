@@ -307,7 +307,10 @@ class Writer:
         except (BackendError, CheckpointError) as error:
             # The storage does not answer. The id is not used again, and if a commit was sent it was complete.
             self.renew(previous)
-            return f". Its objects stay, because it could be neither voided nor confirmed: {error}"
+            return (
+                ". The version may be there all the same, so its objects stay: it could be neither voided nor "
+                f"confirmed: {error}"
+            )
 
 
 def put_state_parts(backend: Backend, version: str, plan: Plan, staged: Staged) -> None:

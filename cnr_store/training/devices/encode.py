@@ -171,7 +171,7 @@ class _Mover:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._room = device, Semaphore(MOST_PIECES)
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch types a part of itself
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cnr-move")
 
     def move(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Arrays]:

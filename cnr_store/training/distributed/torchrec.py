@@ -294,7 +294,7 @@ class LookupHooks:
         self._hooked: list[tuple[nn.Module, Any]] = []
         self._attach()
         register = sharded.module.register_load_state_dict_post_hook
-        self._after_load = register(Hook(self._loaded))  # type: ignore[no-untyped-call]
+        self._after_load = register(Hook(self._loaded))  # type: ignore[no-untyped-call]  # torch types a part of itself
 
     def check(self) -> str | None:
         """Begin an interval. Returns why rows may have changed in the last one without being marked, or None.
@@ -357,7 +357,7 @@ class LookupHooks:
         self._mark_rows(rows.items())
         if isinstance(output, torch.Tensor) and output.requires_grad:
             before_update = partial(self._before_update, self._interval, rows)
-            output.register_hook(before_update)  # type: ignore[no-untyped-call]
+            output.register_hook(before_update)  # type: ignore[no-untyped-call]  # torch types a part of itself
 
     def _before_update(
         self, interval: int, rows: dict[tuple[str, int, int, str], torch.Tensor], _grad: torch.Tensor

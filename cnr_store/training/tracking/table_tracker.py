@@ -140,7 +140,7 @@ class VersionCounter:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch types a part of itself
         # torch counts no changes of a tensor that was made in inference mode: it never has this storage.
         self.storage = None if tensor.is_inference() else storage._cdata
         self.pointer = tensor.data_ptr()

@@ -336,7 +336,7 @@ class Tracker:
 
 def outside_graphs(function: Hook) -> Hook:
     """Have compiled code break its graph to call `function`, which the compiler can't trace through."""
-    uncompiled: Hook = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    uncompiled: Hook = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch types a part of itself
 
     @functools.wraps(function)
     def call(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:

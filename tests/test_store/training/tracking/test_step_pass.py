@@ -177,7 +177,7 @@ def test_gradients_of_several_kinds_flag_their_rows_and_few_need_a_closer_look(
             left.append(found)
         return found
 
-    monkeypatch.setattr(StepPass, "after", after)
+    left = note_closer_looks(monkeypatch)
     for turn in range(3):
         optimizer.zero_grad()
         rows = [[turn], [turn + 9], [turn, 39], []]
@@ -193,30 +193,8 @@ def test_gradients_of_several_kinds_flag_their_rows_and_few_need_a_closer_look(
     assert listed(tracker.swap()["1"]) == [7]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "sgd_sparse", "adagrad", "adagrad_sparse"])
-def test_ordinary_steps_need_no_closer_look(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = []
-    real = StepPass.after
-
-    def after(self: StepPass, *args: Any) -> Any:
-        found = real(self, *args)
-        if self.stepped:  # trackers of other tests may not be collected yet
-            left.append(found)
-        return found
-
-    bench = Bench(kind)
-    bench.train(1)
-    bench.train(2)
-    monkeypatch.setattr(StepPass, "after", after)
-    bench.train(3)
-    bench.swap()
-    bench.train(4)
-    assert len(left) >= 2
-    assert not any(left)
-    assert bench.swap() == [4]
-
-
-def test_a_table_in_other_memory_needs_a_closer_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def note_closer_looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each pass from here on leaves to a closer look."""
     left: list[Any] = []
     real = StepPass.after
 
@@ -226,9 +204,28 @@ def test_a_table_in_other_memory_needs_a_closer_look_once(monkeypatch: pytest.Mo
             left.append(found)
         return found
 
+    monkeypatch.setattr(StepPass, "after", after)
+    return left
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd_sparse", "adagrad", "adagrad_sparse"])
+def test_ordinary_steps_need_no_closer_look(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(kind)
+    bench.train(1)
+    bench.train(2)
+    left = note_closer_looks(monkeypatch)
+    bench.train(3)
+    bench.swap()
+    bench.train(4)
+    assert len(left) >= 2
+    assert not any(left)
+    assert bench.swap() == [4]
+
+
+def test_a_table_in_other_memory_needs_a_closer_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("adagrad")
     bench.train(1)
-    monkeypatch.setattr(StepPass, "after", after)
+    left = note_closer_looks(monkeypatch)
     bench.table.weight.data = bench.table.weight.data.clone()
     bench.train(2)
     bench.swap()
