@@ -210,8 +210,8 @@ MUTANTS = [
     Mutant(
         "nothing of an attempt of unknown outcome is removed",
         "cnr_store/writing/writer.py",
-        "            self.renew(previous)\n            return f",
-        "            self.renew(previous)\n            remove_attempt(self.backend, 1, version)\n            return f",
+        "            self.renew(previous)\n            return (",
+        "            self.renew(previous)\n            remove_attempt(self.backend, 1, version)\n            return (",
         f"{STORE}/writing {STORE}/maintenance",
     ),
     Mutant(
